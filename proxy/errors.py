@@ -23,9 +23,11 @@ class Problem:
 
     path: str  # as in `workers[1].url`; empty for the whole file
     message: str  # the value, what is wrong, the limit and the remedy
+    name: str = ""  # of the tenant, worker or pool that the path counts
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
+        path = f"{self.path} ({self.name})" if self.name else self.path
+        return f"{path}: {self.message}" if path else self.message
 
 
 class ConfigError(ProxyError, ValueError):

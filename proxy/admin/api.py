@@ -66,7 +66,10 @@ class AdminState(Protocol):
         """Add a worker that has a URL; its name and URL must be new."""
 
     def remove_worker(self, name: str) -> None:
-        """Remove an existing worker; its requests in flight finish."""
+        """Remove an existing worker; its requests in flight finish.
+
+        Raises `ProxyError` for a worker that discovery would add again.
+        """
 
     async def reload(self) -> list[str]:
         """Read the fleet file again and return the settings that need a restart.
@@ -151,6 +154,11 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
     @api.delete("/{name}", summary="Remove a worker; requests in flight finish")
     async def remove(name: str) -> Removed:
+        """Remove a worker.
+
+        A reload or a restart adds the workers of the fleet file again. A worker that discovery
+        found is not removed: drain it instead.
+        """
         worker = find(name)
         requests = worker.requests + worker.pinned  # all processes; unknown after the removal
         state.remove_worker(name)

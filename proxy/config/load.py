@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,10 +21,11 @@ from proxy.config.redact import HIDDEN, is_secret, without_password
 from proxy.config.tenant_checks import TENANT_CHECKS
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
-from proxy.config.types import Block, blocks_in
+from proxy.config.types import Block, blocks_in, is_label
 from proxy.config.workers import PoolConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 
+ENTRY = re.compile(r"(tenants|workers|discovery\.pools)\[(\d+)\]")
 MAX_VALUE_CHARS = 60  # of a value in a message
 # Well above the needs of the largest fleet, and below sizes that take PyYAML seconds to parse.
 MAX_FILE_CHARS = 1 << 20
@@ -66,7 +69,7 @@ BlockType = TypeVar("BlockType", bound=Block)
 def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:
     """Return the configuration in a fleet file; `also` are additional checks."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except OSError as error:
@@ -100,8 +103,21 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     if problems or config is None:
         if (more := len(problems) - MAX_PROBLEMS) > 0:
             problems[MAX_PROBLEMS:] = [Problem("", f"and {more} more errors")]
-        raise ConfigError(source, problems)
+        raise ConfigError(source, [_named(problem, data) for problem in problems])
     return config
+
+
+def _named(problem: Problem, data: Mapping[str, Any]) -> Problem:
+    """Add the name of the entry of a list; in a long list its number is no help."""
+    if (found := ENTRY.match(problem.path)) is None:
+        return problem
+    place: Any = data
+    try:
+        for key in (*found[1].split("."), int(found[2]), "name"):
+            place = place[key]
+    except (LookupError, TypeError):
+        return problem
+    return replace(problem, name=place) if is_label(place) else problem
 
 
 def _load_yaml(text: str) -> object:

@@ -15,7 +15,7 @@ from proxy.config.shared import SharedConfig
 from proxy.config.telemetry import LogsConfig, TracingConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
-from proxy.config.types import KIB, LIST, MIB, Block, Count, FilePath, Name, Port, Seconds
+from proxy.config.types import KIB, LIST, MIB, Block, Count, FilePath, Name, Port, Seconds, says
 from proxy.config.workers import DiscoveryConfig, WorkerConfig
 
 MAX_PROCESSES = 64
@@ -28,24 +28,6 @@ def _require_workers(
     if not workers and info.data.get("discovery", "invalid") is None:
         raise ValueError("at least one worker is required")
     return workers
-
-
-def _processes(number: object) -> object:
-    if number != "auto" and not (type(number) is int and 1 <= number <= MAX_PROCESSES):
-        raise ValueError(f"must be a number from 1 to {MAX_PROCESSES}, or auto")
-    return number
-
-
-def _disaggregate_above(tokens: object) -> object:
-    if tokens != "auto" and not (type(tokens) is int and tokens >= 0):
-        raise ValueError("must be a whole number of tokens, 0 or more, or auto")
-    return tokens
-
-
-def _continuation(chosen: object) -> object:
-    if type(chosen) is not bool and chosen != "text":
-        raise ValueError("must be true, false or text")
-    return chosen
 
 
 class QueueConfig(Block):
@@ -144,7 +126,10 @@ class RouterConfig(Block):
     """Maximum size in bytes of one request header"""
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that requests have to finish after the router is told to stop"""
-    processes: Annotated[int | str, BeforeValidator(_processes)] = 1
+    processes: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_PROCESSES)] | Literal["auto"],
+        says(f"must be a number from 1 to {MAX_PROCESSES}, or auto"),
+    ] = 1
     """Number of router processes that serve the port together. auto: one per processor that the
     router may use, 8 at most"""
     drain_notice_s: Annotated[float, Field(ge=0)] = 0.0
@@ -160,7 +145,7 @@ class RouterConfig(Block):
     shared: SharedConfig | None = None
     """Where replicas of this router share their state; without it each replica knows its own
     requests only"""
-    continuation: Annotated[bool | Literal["text"], BeforeValidator(_continuation)] = True
+    continuation: Annotated[bool | Literal["text"], says("must be true, false or text")] = True
     """Continue streams on another worker when theirs fails, if they continue exactly: those of
     workers with a journal. `text`: continue other chats and completions too, from the text that
     the client has (see docs/continuation.md)"""
@@ -218,7 +203,8 @@ class RoutingConfig(Block):
     and also uses workers with an open breaker. Workers that report that they are busy, and
     workers that probes find down, stay excluded. 0: breakers are never ignored"""
     disaggregate_above: Annotated[
-        Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_disaggregate_above)
+        Annotated[int, Field(ge=0)] | Literal["auto"],
+        says("must be a whole number of tokens, 0 or more, or auto"),
     ] = "auto"
     """Number of uncached prompt tokens above which a prefill worker prefills the prompt instead
     of the decode worker; 0: every prompt. auto: if the hand-over is predicted to cost all

@@ -12,7 +12,18 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from proxy.config import types
 from proxy.config.tls import WorkerTlsConfig
-from proxy.config.types import LAST_PORT, LIST, Block, Count, FilePath, Key, Label, Name, Seconds
+from proxy.config.types import (
+    LAST_PORT,
+    LIST,
+    Block,
+    Count,
+    FilePath,
+    Key,
+    Label,
+    Name,
+    Seconds,
+    says,
+)
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # Host names that listen on the same ports of this machine.
@@ -85,13 +96,6 @@ def _dns_name(name: str) -> str:
     if not _names_host(name):
         raise ValueError("is not a host name; write the name alone, as in vllm-short.models.svc")
     return name
-
-
-def _pool_port(port: object) -> object:
-    named = port is None or (type(port) is str and port)
-    if not named and not (type(port) is int and 1 <= port <= LAST_PORT):
-        raise ValueError(f"must be a number from 1 to {LAST_PORT}, or the name of a port")
-    return port
 
 
 def _require_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
@@ -242,7 +246,8 @@ class PoolConfig(Block):
     """DNS name that resolves to the address of each worker, as the name of a headless Service
     does"""
     port: Annotated[
-        Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None, BeforeValidator(_pool_port)
+        Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None,
+        says(f"must be a number from 1 to {LAST_PORT}, or the name of a port"),
     ] = None
     """Port of the workers: a number, or with selector the name of a port. If not given: the only
     port of the EndpointSlice with selector, 8000 otherwise. A port named journal is that of the

@@ -23,7 +23,7 @@ from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Lease, L
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.lifecycle.lease_book import LeaseBook
-from proxy.core.lifecycle.retries import MAX_DROPS, RetryBudget, WorkerFailureEvents
+from proxy.core.lifecycle.retries import MAX_DROPS, WorkerFailureEvents
 from proxy.core.model import refusals
 from proxy.core.model.refusals import RefusedError
 from proxy.core.model.settings import RouterSettings
@@ -57,7 +57,7 @@ class Router:
         self.others_remember: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
-        self._retries = RetryBudget(settings.retry_budget)
+        self._retries = self.placer.retries
         self._falls = WorkerFailureEvents()
         self._pass_on_settings(settings)
 

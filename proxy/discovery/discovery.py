@@ -51,7 +51,7 @@ class Discovery:
         self._spec_of = spec_of
         self._source_of = source_of or source
         self._config = config
-        self._mine: dict[str, Worker] = {}  # added here; an operator may have removed some
+        self._mine: dict[str, Worker] = {}  # added here
         self._drained: set[Worker] = set()  # here; an operator's drains stay
         self._refused: set[str] = set()  # already logged
         self._sources: dict[DiscoveredPool, AddressSource] = {}
@@ -68,6 +68,11 @@ class Discovery:
             (pool.config.name, pool.updated_at is not None and pool.why is None, len(pool.known))
             for pool in self.pools
         ]
+
+    def pool_of(self, name: str) -> str:
+        """Return the name of the pool in which a worker was found; empty for other workers."""
+        pools = (pool.config.name for pool in self.pools if name in pool.known)
+        return next(pools, "") if name in self._mine else ""
 
     def endpoints_by_pool(self) -> dict[str, Endpoints]:
         """Return the endpoints of each pool, for a process that takes over."""
@@ -169,9 +174,8 @@ class Discovery:
                 continue
             del self._mine[name]
             self._drained.discard(worker)
-            if self._roster.get(name) is worker:
-                self._roster.remove(name)
-                logger.info("worker %s at %s is gone", name, worker.url)
+            self._roster.remove(name)
+            logger.info("worker %s at %s is gone", name, worker.url)
         for name, (config, useful) in wanted.items():
             known = self._mine.get(name) or self._add(config)
             if known is not None:
@@ -189,12 +193,10 @@ class Discovery:
         return worker
 
     def _set_journal(self, worker: Worker, journal: tuple[str, ...]) -> None:
-        if self._roster.get(worker.name) is worker and worker.spec.journal != journal:
+        if worker.spec.journal != journal:
             self._roster.respecify(worker, replace(worker.spec, journal=journal))
 
     def _drain(self, worker: Worker, *, draining: bool) -> None:
-        if self._roster.get(worker.name) is not worker:
-            return  # an operator removed it
         if draining and not worker.draining:
             self._roster.drain(worker.name, starts=True)
             self._drained.add(worker)

@@ -90,7 +90,7 @@ def key_of(pool: PoolConfig) -> str | None:
     if pool.api_key_file is None:
         return pool.api_key
     try:
-        key = pool.api_key_file.read_text(encoding="utf-8").strip()
+        key = pool.api_key_file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not text"
         raise ProxyError(

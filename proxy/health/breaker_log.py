@@ -73,6 +73,8 @@ class BreakerLog:
     def panic_ended(self, key: Key, live: int, out: int) -> None:
         if key in self._panics:
             self._panics.discard(key)
+            if not live:
+                return  # all are down, and have lines of their own
             logger.info(
                 "%s: requests fail on %d of %d workers; breakers are no longer ignored",
                 _pool(key),

@@ -44,6 +44,12 @@ LAST_EVENTS = {
     StreamFormat.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
+DONE_EVENT = b"data: [DONE]\n\n"
+STOP_EVENT = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+FINISHED = re.compile(rb'"finish_reason" ?: ?"(?!abort")')
+MESSAGE_FINISHED = re.compile(
+    rb'(?:\A|\n)event: ?message_delta\r?\ndata: ?[^\n]*"stop_reason" ?: ?"'
+)
 ERROR_EVENT, EMPTY_LIST = b'data: {"error"', b"[]"
 COMMENT = b"\n:"
 # Typed deltas without text: the end of a message, a signature.
@@ -123,6 +129,21 @@ class EventStream:
         if self.torn and _end_of_events(passed) < len(passed):
             return False
         return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
+
+    def missing_end(self, *, needs_usage: bool) -> bytes | None:
+        """Return the last event of a stream that lacks nothing else; None if it lacks more."""
+        if self.is_complete:
+            return b""
+        if self.torn:
+            return None
+        passed = b"".join(self._last)
+        if self.stream_format is StreamFormat.MESSAGES:
+            return STOP_EVENT if MESSAGE_FINISHED.search(passed) else None
+        finished = FINISHED.search(passed)
+        if self.stream_format is not StreamFormat.CHAT or finished is None or ERROR_EVENT in passed:
+            return None
+        usage = NO_CHOICES.search(passed, finished.end())
+        return None if needs_usage and usage is None else DONE_EVENT
 
     def usage(self) -> Usage | None:
         return usage_in(b"".join(self._last))

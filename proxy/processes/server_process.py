@@ -144,6 +144,7 @@ class ServerProcess:
             case WorkerDrained(name, draining, now):
                 if self.app.leads:
                     self.app.fleet.roster.drain(name, draining=draining)
+                    self._send_changes()
                     if now:
                         self._run_in_background(self.move_requests(name))
             case Drain():
@@ -206,12 +207,12 @@ class ServerProcess:
         await self._ask("logs", (requests, dict(levels)))
 
     def _drain_elsewhere(self, name: str, draining: bool, now: bool) -> None:
-        """Have the routers on other hosts drain or undrain a worker too."""
+        """Have all other processes, on other hosts too, drain or undrain a worker."""
+        self._send_changes()
         self._channel.send(WorkerDrained(name, draining, now))
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
-        self._send_changes()
         found: list[MovedRequests] = await self._ask("move", name)
         remaining: Counter[str] = Counter()
         for _, left in found:

@@ -239,6 +239,11 @@ class App:
 
     def remove_worker(self, name: str) -> None:
         """Remove a worker until the next reload; its requests in flight finish."""
+        if pool := self.discovery.pool_of(name):
+            raise ProxyError(
+                f"worker {name!r} was found by discovery (pool {pool}), which would add it again; "
+                "drain it, or remove its pod or its DNS entry"
+            )
         self.fleet.roster.remove(name)
 
     async def reload(self) -> list[str]:

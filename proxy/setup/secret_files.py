@@ -46,7 +46,7 @@ def admin_key(router: RouterConfig) -> str | Problem | None:
     if (file := admin.key_file) is not None:
         where = "router.admin.key_file"
         try:
-            key = file.read_text(encoding="utf-8").strip()
+            key = file.read_text(encoding="utf-8-sig").strip()
         except UnicodeDecodeError:
             return Problem(where, f"{str(file)!r}: not text; {ADMIN_KEY_FORMAT}")
         except OSError as error:
@@ -83,7 +83,7 @@ def redis_password(router: RouterConfig) -> str | Problem | None:
     if router.shared is None or (file := router.shared.password_file) is None:
         return None
     try:
-        password = file.read_text().strip()
+        password = file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         return _unreadable(where, file, error)
     return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")

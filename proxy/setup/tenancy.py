@@ -58,14 +58,15 @@ def _keys(
                     "is neither a key of 16 to 512 printable characters nor sha256: with 64 of "
                     "0-9a-f; use what `vllm-sched key` prints"
                 )
-                problems.append(Problem(f"{path}.{name}", why))
+                problems.append(Problem(f"{path}.{name}", why, tenant.name))
                 continue
             own += 1
             if (owner := keys.setdefault(digest, tenant.name)) != tenant.name:
                 why = f"has a key that tenant {owner} has too; each key must belong to one tenant"
-                problems.append(Problem(f"{path}.{name}", why))
+                problems.append(Problem(f"{path}.{name}", why, tenant.name))
         if not own and len(problems) == before:
-            problems.append(Problem(path, "has no key in its file or variable; add a key"))
+            why = "has no key in its file or variable; add a key"
+            problems.append(Problem(path, why, tenant.name))
     return keys
 
 
@@ -90,12 +91,13 @@ def _key_texts(
         yield "key_hashes", key_hash
     if (file := tenant.keys_file) is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError:
-            problems.append(Problem(f"{path}.keys_file", f"{str(file)!r}: not UTF-8 text"))
+            why = f"{str(file)!r}: is not UTF-8 text; save it as UTF-8"
+            problems.append(Problem(f"{path}.keys_file", why, tenant.name))
         except OSError as error:
             why = f"{str(file)!r}: cannot be read: {error.strerror}; check path and permissions"
-            problems.append(Problem(f"{path}.keys_file", why))
+            problems.append(Problem(f"{path}.keys_file", why, tenant.name))
         else:
             for line in lines:
                 if (text := line.strip()) and not text.startswith("#"):
@@ -103,7 +105,7 @@ def _key_texts(
     if (variable := tenant.keys_env) is not None:
         if not environ.get(variable):
             why = f"{variable}: not set; set it, or remove keys_env"
-            problems.append(Problem(f"{path}.keys_env", why))
+            problems.append(Problem(f"{path}.keys_env", why, tenant.name))
         for text in environ.get(variable, "").split():
             yield "keys_env", text
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from proxy.core.fleet.breaker import MIN_OPEN_S
 from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from proxy.core.model.types import Reason
@@ -61,7 +62,8 @@ UNSEEN = {
 SPLIT = {
     "crowd-0": "general", "crowd-1": "general", "over-0": "long", "over-1": "short",
     "over-2": "short", "again-0": "general", "again-1": "general", "fails-0": "general",
-    "fails-1": "general", "left-0": "general", "gone-0": "general",
+    "fails-1": "general", "left-0": "general", "gone-0": "general", "busy-0": "general",
+    "busy-1": "general",
 }  # fmt: skip
 PAIRS = {"night-0": "general", "shut-0": "prefill", "shut-1": "decode"}
 OTHERS = {"turn-0": "general", "slow-0": "general", "full-0": "general", "ends-0": "general"}
@@ -166,14 +168,19 @@ class RareCases:
         if model == "shut":
             return self._prefill_script(fake) if role == "prefill" else self._decode_script(fake)
         others: dict[str, Script] = {
-            "turn": scripts.obey("turn"), "again": respond_slowly, "fails": self._fail_once,
-            "slow": self._hang_on_second,
+            "turn": scripts.obey("turn"), "again": respond_slowly, "slow": self._hang_on_second,
+            "fails": self._fail_once(model, 500), "busy": self._fail_once(model, 503),
         }  # fmt: skip
         return others.get(model, scripts.stall)
 
-    async def _fail_once(self, call: Call) -> None:
-        served = sum(len(self._fakes[name].served) for name in ("fails-0", "fails-1"))
-        await (scripts.error(500) if served == 1 else scripts.obey("served"))(call)
+    def _fail_once(self, model: str, status: int) -> Script:
+        """Fail the first request of a model with two workers."""
+
+        async def run(call: Call) -> None:
+            served = sum(len(self._fakes[f"{model}-{n}"].served) for n in range(2))
+            await (scripts.error(status) if served == 1 else scripts.obey("served"))(call)
+
+        return run
 
     def _prefill_script(self, fake: FakeWorker) -> Script:
         """Refuse long prompts."""
@@ -222,7 +229,7 @@ class RareCases:
             await self._fakes[name].got(within=START_TIMEOUT_S)
 
     async def _place(self, stack: AsyncExitStack) -> None:
-        """Produce spills, single choices, queue timeouts, leaving clients, retries and prefixes."""
+        """Produce spills, single choices, timeouts, leaving clients, retries, trials, prefixes."""
         for _ in range(2):
             await self._hang(stack, "split", chat(LONG, model="over"))
             await self._hang(stack, "split", chat(model="crowd"))
@@ -233,6 +240,9 @@ class RareCases:
             await self._hang(soon, "split", chat(model="left", stream=True))
             await self._fakes["left-0"].got(within=START_TIMEOUT_S)
         assert await self._ask("split", chat(model="fails")) == 200
+        assert await self._ask("split", chat(model="busy")) == 200
+        await asyncio.sleep(2 * MIN_OPEN_S)
+        assert await self._ask("split", chat(model="busy")) == 200  # a trial
         for _ in range(2):
             assert await self._ask("split", chat(LONG, model="again", stream=True)) == 200
 

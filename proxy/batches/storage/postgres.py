@@ -151,7 +151,7 @@ class PostgresBackend(Backend):
         try:
             options |= conninfo_to_dict(self._url) | {"application_name": self._id}
             if self._password_file is not None:
-                options["password"] = self._password_file.read_text().strip()
+                options["password"] = self._password_file.read_text(encoding="utf-8-sig").strip()
             connection = psycopg.connect(**options, autocommit=True)
         except (OSError, UnicodeError) as error:
             raise DiskError(f"{SETTING}_password_file: {error}") from None

@@ -2,12 +2,12 @@
 
 Three failures in a row, or one response 429 or 503, open the breaker. It stays open for a time that
 doubles with each opening, or for the worker's Retry-After. Then one request at a time passes on
-trial. Its first token closes the breaker, its failure opens it again.
+trial. Its first token closes the breaker, its failure opens it again. A trial is due at once, and
+again after the longest pause if the last one had no result.
 """
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 
 FAILURES_TO_OPEN = 3
@@ -15,7 +15,6 @@ MIN_OPEN_S, MAX_OPEN_S = 0.5, 30.0
 TRIAL_INTERVAL_S = 2.0
 MAX_RETRY_AFTER_S = 300.0
 FAILED, BUSY = "failed", "busy"
-TRIAL_WITHOUT_RESULT = -math.inf
 
 
 # closed, busy, until, failures, openings, tried_at (0: no trial), why
@@ -58,6 +57,12 @@ class Breaker:
         return now >= self.until and (
             self._tried_at is None or now - self._tried_at >= TRIAL_INTERVAL_S
         )
+
+    def is_trial_due(self, now: float) -> bool:
+        """Return whether a request should try the worker, even if a rule prefers others."""
+        if self.closed or now < self.until:
+            return False
+        return self._tried_at is None or now - self._tried_at >= MAX_OPEN_S
 
     def record_sent(self, now: float) -> bool:
         """Note a sent request; True if it is a trial."""
@@ -116,4 +121,5 @@ class Breaker:
 
     def abandon_trial(self) -> None:
         """Allow another trial: the last one has no result."""
-        self._tried_at = TRIAL_WITHOUT_RESULT
+        if self._tried_at is not None:
+            self._tried_at -= TRIAL_INTERVAL_S

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"
     RETRY = "retry"
+    TRIAL = "trial"  # of a worker that failed
     OWN = "own"  # the router responds: files, batches
     # Waiting.
     FLEET_FULL = "fleet_full"
@@ -94,6 +95,7 @@ class RequestInfo:
     expected_output: int = 0  # per sample, learnt
     generates: bool = True  # whether it decodes
     stream: bool = False
+    asks_usage: bool = False  # its client may expect usage in the stream
     samples: int = 1  # prompts times `n`
     counted: bool = False
     sure_prompt: int = -1  # `min_prompt_size`; -1: by `prompt_error`

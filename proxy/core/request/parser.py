@@ -95,6 +95,7 @@ class RequestParser:
         ask = self._sizer.estimate(route, model, fields, len(body), request.id, tenant)
         ask.deadline, ask.explain = request.deadline, request.explain
         ask.takes_arguments = route.takes_arguments and ARGUMENTS not in fields
+        ask.asks_usage = ask.stream and (not route.usage_by_option or has_usage_option(fields))
         if request.batch:
             ask.rank = BATCH
         elif tenant is not None:
@@ -207,7 +208,7 @@ class RequestParser:
             priority = PRIORITIES.get(ask.rank) if passes else None
             if priority is not None or PRIORITY in fields:
                 edits[PRIORITY] = priority
-        if ask.stream and route.usage_by_option and not has_usage_option(fields):
+        if ask.stream and route.usage_by_option and not ask.asks_usage:
             edits[OPTIONS] = WITH_USAGE
         return edits
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from proxy.core.fleet.leases import Attempts, Decision
 from proxy.core.fleet.pool import MAX_PREFIX_HOLDERS, Pool
 from proxy.core.fleet.roster import Roster
-from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.learned.prefix_index import Matches, workers_of_deepest
 from proxy.core.learned.sessions import Session, Turn
 from proxy.core.learned.traffic import Traffic
@@ -20,6 +21,7 @@ from proxy.core.routing.cached_tokens import cached_tokens, session_of
 from proxy.core.routing.view import View
 
 DECODE = Role.DECODE
+MAX_TRIAL_LOSS_S = 0.5  # of a prefill that another worker has cached
 IN_PANIC = "failed recently; used because too few workers of its pool are healthy (panic_threshold)"
 
 
@@ -74,6 +76,17 @@ def turn_of(view: View, worker: Worker) -> str:
         return Turn.STAYED
     could = any(w.index == last.worker and w.up_since == last.since for w in view.candidates)
     return Turn.MOVED if could else Turn.DISPLACED
+
+
+def find_due_trial(workers: Iterable[Worker], held: PrefixHolders, now: float) -> Worker | None:
+    """Return an idle worker that should be tried, unless much of the prompt is cached elsewhere."""
+    for worker in workers:
+        if worker.requests or not (worker.is_barred and worker.breaker.is_trial_due(now)):
+            continue
+        lost = held[0][0] - worker.cached_tokens(held) if held else 0
+        if worker.pace.token_s * lost <= MAX_TRIAL_LOSS_S:
+            return worker
+    return None
 
 
 def keep_in_time(view: View) -> None:

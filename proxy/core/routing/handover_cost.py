@@ -26,6 +26,7 @@ from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import PrefixHolders, Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
+from proxy.core.routing.candidates import find_due_trial
 from proxy.core.routing.view import View, fits
 
 DECODE = Role.DECODE  # alias: see parser.py
@@ -66,23 +67,31 @@ def choose_prefill(
     held: PrefixHolders,
     tried: frozenset[Worker],
     links: KvLinks,
+    *,
+    tries: bool = False,
 ) -> tuple[Worker, float, int] | None:
     """Return the first prefill worker to be done, its seconds and cached tokens.
 
-    Workers without a link to a decode worker are skipped; idle, they would always win.
+    Workers without a link to a decode worker are skipped; idle, they would always win. `tries`: one
+    that failed takes its place for a trial.
     """
     best: tuple[Worker, float, int] | None = None
+    failed: list[Worker] = []
     for worker in pool.prefills:
         if not worker.accepts(now) or worker in tried or not _may_prefill(worker, ask):
             continue
         if links.has_failures and links.is_barred(worker, None, now):
             continue
+        if tries and worker.is_barred and links.can_reach(worker, pool.all, now):
+            failed.append(worker)
         cached = worker.cached_tokens(held)
         seconds = worker.ttft_s(ask, now, cached)
         if best is not None and (seconds, worker.served) >= (best[1], best[0].served):
             continue
         if links.can_reach(worker, pool.all, now):
             best = worker, seconds, cached
+    if failed and best is not None and (due := find_due_trial(failed, held, now)) is not None:
+        return due, best[1], due.cached_tokens(held)
     return best
 
 

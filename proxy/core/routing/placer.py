@@ -12,6 +12,7 @@ from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait, Decision
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
+from proxy.core.lifecycle.retries import RetryBudget
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
@@ -36,6 +37,7 @@ class Placer:
         self.settings = settings
         self.fleet = fleet
         self.roster = fleet.roster
+        self.retries = RetryBudget(settings.retry_budget)
         self.queue = Queue(
             settings.queue_requests,
             settings.queue_bytes,
@@ -137,11 +139,33 @@ class Placer:
         """
         while True:
             view = self._make_view(ask, now, attempts)
-            if wait_since is not None:
-                self._allow_wait(view, wait_since)
-            decision = self._decide(view, aged=aged, late=late)
+            decision = None if attempts.is_retry else self._choose_trial(view)
+            if decision is None:
+                if wait_since is not None:
+                    self._allow_wait(view, wait_since)
+                decision = self._decide(view, aged=aged, late=late)
             if decision is None or not self._is_filled(decision, now):
                 return view, decision
+
+    def _choose_trial(self, view: View) -> Decision | None:
+        """Choose a worker that failed, for a request that loses little if it fails again.
+
+        A rule might never choose the worker: for example, others have its requests' caches.
+        """
+        ask, now, settings = view.ask, view.now, self.settings
+        if not self.roster.ejections.resting or len(view.candidates) < 2:
+            return None
+        worker = candidate_rules.find_due_trial(view.candidates, view.held, now)
+        if worker is None or ask.deadline < inf or not ask.needs_engine:
+            return None
+        if settings.max_attempts < 2 or not self.retries.has_retry(now):
+            return None
+        cached = worker.cached_tokens(view.held)
+        decision = Decision(
+            worker, Reason.TRIAL, worker.ttft_s(ask, now, cached), cached_tokens=cached
+        )
+        late = placed_too_late(settings.admission or NO_TARGETS, ask, decision, now)
+        return decision if late is None else None
 
     def _is_filled(self, decision: Decision, now: float) -> bool:
         handover, roster = decision.handover, self.roster
@@ -227,7 +251,8 @@ class Placer:
         links, settings = self.links, self.settings
         if tried and len(tried) >= settings.max_attempts - 1:
             return None  # the last attempt uses one worker: the best chance
-        best = handover_cost.choose_prefill(pool, ask, now, view.held, tried, links)
+        tries = not tried and bool(self.roster.ejections.resting)
+        best = handover_cost.choose_prefill(pool, ask, now, view.held, tried, links, tries=tries)
         if best is None:
             return None
         times, above = self.transfer_times(ask.model), settings.disaggregate_above
@@ -256,8 +281,10 @@ class Placer:
         view.explain = True
         if self.queue.has_room(amounts(ask)):
             self._allow_wait(view, now)
+        trial = self._choose_trial(view)
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
+        decision = trial or decision
         scores = tuple(
             candidate_rules.with_panic(
                 scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w

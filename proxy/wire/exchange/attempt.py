@@ -335,12 +335,13 @@ class Attempt:
         self._wire.dispatch_queued(now)
 
     def end_complete_stream(self, now: float) -> bool:
-        """End a stream if the client has its last event. Return whether it was ended."""
+        """End a stream if the client has all of it. Return whether it was ended."""
         response = self.response
-        if response is None or not response.is_complete:
+        end = None if response is None else response.missing_end(self._owner.ask)
+        if response is None or end is None:
             return False
         self.drop_connection()
-        end_stream(self._owner, self.lease, now, response)
+        end_stream(self._owner, self.lease, now, response, end)
         return True
 
     def drop_connection(self) -> None:

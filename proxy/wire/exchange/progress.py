@@ -132,11 +132,11 @@ def finish(owner: AttemptOwner, lease: Lease | None, now: float, response: Respo
 
 
 def end_stream(
-    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter
+    owner: AttemptOwner, lease: Lease | None, now: float, response: ResponseWriter, end: bytes
 ) -> None:
-    """End a stream after its last event was sent."""
-    owner.record.sent_bytes += len(response.end)
-    owner.client.write(response.end)
+    """End a stream of which the client has all but these bytes."""
+    owner.record.sent_bytes += len(end)
+    owner.client.write(end)
     finish(owner, lease, now, response)
 
 

@@ -25,7 +25,7 @@ from proxy.http.sse import (
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
-    from proxy.core.model.types import Usage
+    from proxy.core.model.types import RequestInfo, Usage
     from proxy.http.request import Request
     from proxy.http.response_parser import ResponseHead
     from proxy.http.sent_text import SentText
@@ -177,17 +177,27 @@ class ResponseWriter:
         """True if the client has the last event of a stream."""
         return self._stream is not None and self._stream.is_complete
 
-    @property
-    def end(self) -> bytes:
-        return LAST_CHUNK if self._chunked else b""
+    def missing_end(self, ask: RequestInfo | None) -> bytes | None:
+        """Return what ends a stream whose client has the rest of it; None if the client has not."""
+        if self._stream is None:
+            return None
+        # Of several samples each has a finish reason, and the first ones are no longer kept.
+        if ask is None or ask.samples > 1 or not ask.generates:
+            return self._last_chunk(b"") if self._stream.is_complete else None
+        event = self._stream.missing_end(needs_usage=ask.asks_usage)
+        return None if event is None else self._last_chunk(event)
+
+    def _last_chunk(self, event: bytes) -> bytes:
+        if not self._chunked:
+            return event
+        return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK) if event else LAST_CHUNK
 
     def final_error_event(self, message: str, code: str) -> bytes | None:
         """Return an error event that ends a failed stream; None if not possible."""
         stream = self._stream
         if stream is None or stream.torn:
             return None
-        event = stream.error_event(message, code)
-        return b"%x\r\n%b\r\n%b" % (len(event), event, self.end) if self._chunked else event
+        return self._last_chunk(stream.error_event(message, code))
 
     def usage(self) -> Usage | None:
         if self._stream is not None:

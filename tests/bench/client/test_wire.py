@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
@@ -158,6 +159,7 @@ async def test_stream_passes_headers_then_each_piece() -> None:
         (OK[:12], "broke off"),
         (HINTS, "broke off"),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 9\r\n\r\nno\nroom!!", "HTTP 503: no room!!"),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", "HTTP 404$"),
     ],
 )
 async def test_incomplete_answer_is_a_one_line_error(sent: bytes, message: str) -> None:
@@ -179,6 +181,19 @@ async def test_slow_answer_times_out_and_closes_the_connection() -> None:
         with pytest.raises(WireError, match=r"no complete response within 0\.05 s"):
             await wire.post("/", b"", 0.05)
         await asyncio.wait_for(left.wait(), 5)  # the server can stop working
+
+
+async def test_server_that_accepts_no_connection_is_reported_soon() -> None:
+    with socket.socket() as server, ExitStack() as stack:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):  # its queue is full
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        wire = Wire(Address(*server.getsockname(), tls=False, root=""), {}, connect_s=0.05)
+        with pytest.raises(WireError, match=r"no connection within 0\.05 s; check the address"):
+            await wire.get("/", 30.0)
 
 
 async def test_refused_connection_is_a_one_line_error() -> None:

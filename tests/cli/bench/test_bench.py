@@ -15,6 +15,7 @@ from tests.cli.program import Program
 from vllm_sched.bench.client.endpoint import NO_COUNT, NO_IGNORE_EOS
 from vllm_sched.bench.traffic.traces import RequestTrace
 from vllm_sched.cli import progress_bar
+from vllm_sched.cli.bench import load
 
 SHORT = ["--workload", "20x3"]
 
@@ -41,6 +42,17 @@ def test_run_prints_figures_and_writes_files(tmp_path: Path, program: Program) -
     assert {path.name for path in plot.glob("*.svg")} == {
         "ttft.svg", "itl.svg", "tenants.svg", "router.svg",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("after_s", "times"), [(0.0, 1), (60.0, 0)])
+def test_slow_endpoint_is_named_while_the_command_waits(
+    after_s: float, times: int, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "NOTE_AFTER_S", after_s)
+    with running(FakeOpenAI()) as fake:
+        printed = program("bench", "--url", fake.url, *SHORT, "--num-requests", "2")
+        line = f"vllm-sched bench: waiting for {fake.url}: it must list its models, "
+    assert printed.err.count(line) == times
 
 
 def test_sessions_are_played_and_reported(tmp_path: Path, program: Program) -> None:

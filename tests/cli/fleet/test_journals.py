@@ -116,9 +116,10 @@ def test_contradictions_are_reported(
     named = [{"name": f"w{index}", **worker} for index, worker in enumerate(workers)]
     with pytest.raises(ConfigError) as refused:
         fleet.read(written(tmp_path, *named))
-    [line] = str(refused.value).splitlines()
-    assert f"workers[{len(workers) - 1}].{where}: " in line
-    assert words in line
+    [problem] = refused.value.problems
+    number = len(workers) - 1
+    assert (problem.path, problem.name) == (f"workers[{number}].{where}", f"w{number}")
+    assert words in problem.message
 
 
 @pytest.mark.parametrize(("own", "good"), [("key", True), ("other", False), (None, False)])
@@ -133,7 +134,7 @@ def test_key_of_a_block_is_the_key_of_the_router(
         return
     with pytest.raises(ConfigError, match="give both the same file") as refused:
         fleet.read(path)
-    assert "workers[0].launch.policies: journal.key_file: " in str(refused.value)
+    assert "workers[0].launch.policies (a): journal.key_file: " in str(refused.value)
 
 
 def test_ports_are_chosen_and_checked_by_up_alone(

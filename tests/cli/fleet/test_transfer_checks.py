@@ -48,7 +48,7 @@ def problems(folder: Path, *workers: Entry, **blocks: Any) -> list[str]:
     path = written(folder, *workers, **blocks)
     with pytest.raises(ConfigError) as refused:
         fleet.read(path)
-    return str(refused.value).splitlines()
+    return [f"{problem.path}: {problem.message}" for problem in refused.value.problems]
 
 
 def commands(config: FleetConfig, folder: Path) -> list[tuple[str, ...]]:

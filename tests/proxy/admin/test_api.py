@@ -192,6 +192,18 @@ async def test_removed_worker_keeps_running_requests(app: App, api: httpx.AsyncC
     assert worker.requests == 0
 
 
+async def test_discovered_worker_is_not_removed(
+    app: App, api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Discovery would add it again, at the latest after a reload."""
+    monkeypatch.setattr(app.discovery, "pool_of", {"s0": "short", "l0": ""}.get)
+    error = error_of(await api.delete("/admin/workers/s0"), 409)
+    assert "'s0' was found by discovery (pool short)" in error["message"]
+    assert "drain it" in error["message"]
+    assert (await api.delete("/admin/workers/l0")).json()["name"] == "l0"
+    assert [w["name"] for w in (await api.get("/admin/workers")).json()] == ["s0"]
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

@@ -35,6 +35,12 @@ routing: {policy: adaptive, short_limit: 10000}
 """
 
 
+def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(GOOD.lstrip(), encoding="utf-8-sig")
+    assert load(file) == parse(GOOD, "fleet.yaml")
+
+
 def test_example_file_is_read() -> None:
     config = parse(GOOD, "fleet.yaml")
     short, long = config.workers

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.config.admin import is_loopback
+from proxy.errors import ConfigError
 from tests.proxy.config.fleet_files import check_problem, problems_of, read
 
 HASH = "sha256:" + "ab" * 32
@@ -55,6 +56,23 @@ def test_tenant_settings_without_tenants_are_reported(field: dict[str, Any]) -> 
 )  # fmt: skip
 def test_invalid_tenants(tenants: list[dict[str, Any]], path: str, words: str) -> None:
     check_problem(problems_of(tenants=tenants), path, words)
+
+
+def test_errors_name_the_entry_of_a_list() -> None:
+    """In a list of many an index helps little; a name may be missing or be the error."""
+    with pytest.raises(ConfigError) as error:
+        read(
+            {"name": "w0", "url": "http://h:1", "max_requests": 0},
+            {"name": "w 1", "url": "http://h:2"},
+            {"url": "http://h:3"},
+            tenants=[tenant("acme", weight=0), tenant("b", models=[])],
+            discovery={"pools": [{"name": "short", "dns": "x", "port": 0}]},
+        )
+    assert {line.split(": ")[1] for line in str(error.value).splitlines()} == {
+        "workers[0].max_requests (w0)", "workers[1].name", "workers[2].name",
+        "tenants[0].weight (acme)", "tenants[1].models (b)", "tenants[1].key_hashes[0] (b)",
+        "discovery.pools[0].port (short)",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("field", ["key_hashes", "keys_env", "key_hash"])

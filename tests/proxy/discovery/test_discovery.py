@@ -200,14 +200,13 @@ def test_drain_by_an_operator_is_kept(site: DiscoverySite) -> None:
     assert site.draining("s-2")
 
 
-def test_removal_by_an_operator_is_kept_until_a_reload(site: DiscoverySite) -> None:
-    site.update("s-1", "s-2")
-    site.fleet.roster.remove("s-2")
-    site.update("s-1", not_ready="s-2")
-    site.update("s-1", "s-2")
-    assert site.names == ["s-1"]
-    site.reload(POOLS)
-    assert sorted(site.names) == ["s-1", "s-2"]
+def test_pool_of_a_worker_is_known_while_it_is_discovered(site: DiscoverySite) -> None:
+    site.fleet.roster.add(WorkerSpec("s-3", "http://10.9.9.9:1", Role.SHORT, "tiny"))
+    site.update("s-1", "s-2", "s-3")
+    pool_of = site.discovery.pool_of
+    assert [pool_of(name) for name in ("s-1", "s-2", "s-3", "x")] == ["short", "short", "", ""]
+    site.update("s-1")
+    assert pool_of("s-2") == ""
 
 
 def test_leaving_endpoint_is_not_added(site: DiscoverySite) -> None:

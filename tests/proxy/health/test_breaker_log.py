@@ -9,7 +9,7 @@ import pytest
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S, TRIAL_INTERVAL_S
 from proxy.health.breaker_log import TROUBLES, BreakerLog, describe_breaker
 from proxy.wire.worker.connection import WorkerError
-from tests.proxy.core.making import fleet_of, spec
+from tests.proxy.core.making import fleet_of, spec, take_down
 
 WITHOUT_TEXT = {
     WorkerError.STATUS,
@@ -78,6 +78,23 @@ def test_panic_and_its_end_are_logged_once_a_minute(caplog: pytest.LogCaptureFix
     end = "model m: requests fail on 1 of 3 workers; breakers are no longer ignored"
     found = [pair for pair in messages if pair[1].startswith("model")]
     assert found == [("WARNING", panic), ("INFO", end)] * 2
+
+
+def test_end_of_a_panic_is_not_logged_if_all_workers_are_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Requests would fail on 0 of 0 workers."""
+    fleet = fleet_of(spec("a"), spec("b"))
+    fleet.roster.ejections.set_threshold(0.5)
+    fleet.roster.ejections.listener = BreakerLog()
+    with caplog.at_level(logging.INFO):
+        for worker in fleet.roster:
+            for _ in range(FAILURES_TO_OPEN):
+                fleet.health.record_failure(worker, 100.0, why="502")
+        take_down(fleet, "a", "b")
+    assert "breakers are ignored" in caplog.text
+    assert not fleet.roster.ejections.panics
+    assert "no longer ignored" not in caplog.text
 
 
 def test_removed_worker_is_forgotten() -> None:

@@ -23,6 +23,8 @@ from proxy.processes.ipc_messages import (
     Message,
     Stop,
     What,
+    WorkerDrained,
+    WorkersChanged,
 )
 from proxy.processes.server_process import ServerProcess
 from proxy.processes.shared.shared_memory import SharedTable
@@ -66,6 +68,25 @@ async def connect() -> AsyncIterator[Callable[..., Awaitable[tuple[Channel, Chan
     yield connected
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("draining", [True, False])
+async def test_drain_is_sent_before_the_admin_api_responds(
+    server: ServerProcess, draining: bool
+) -> None:
+    """The next look at changes is up to 15 ms away."""
+    sent: list[Message] = []
+    server._channel = cast("Channel", SimpleNamespace(send=sent.append))
+    server.app.leads = True
+    server.app.fleet.roster.drain("x", draining=not draining)
+    server._send_changes()
+    sent.clear()
+    server.app.fleet.roster.drain("x", draining=draining)
+    server.app.drained("x", draining, False)
+    [changed, drained] = sent
+    assert isinstance(changed, WorkersChanged)
+    assert [worker.draining for worker in changed.known] == [draining]
+    assert drained == WorkerDrained("x", draining, False)
 
 
 QUESTIONS = {

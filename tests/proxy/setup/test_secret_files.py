@@ -30,6 +30,13 @@ def router(file: Path) -> RouterConfig:
     )
 
 
+def test_byte_order_mark_is_no_part_of_a_secret(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n", encoding="utf-8-sig")
+    assert read_secret(admin_key, router(file), "f") == KEY
+    assert read_secret(redis_password, router(file), "f") == KEY
+
+
 def test_secrets_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"\n {KEY}\n")

@@ -61,6 +61,13 @@ def test_keys_are_read_from_hashes_file_and_environment(file: Path) -> None:
     assert read(chat, CHAT_KEYS=f"{d} {hashed(a)}") == dict.fromkeys(KEYS, "chat")
 
 
+@pytest.mark.parametrize("text", [KEYS[0], f"# a comment\n{KEYS[0]}"])
+def test_byte_order_mark_is_no_part_of_a_key(file: Path, text: str) -> None:
+    """Editors and shells of Windows write one."""
+    file.write_text(text, encoding="utf-8-sig")
+    assert read({"name": "a", "keys_file": str(file)}) == {KEYS[0]: "a"}
+
+
 def test_each_tenant_has_its_own_keys(file: Path) -> None:
     file.write_text(KEYS[1])
     tenants = hashes(KEYS[0]), {"name": "b", "keys_file": str(file)}
@@ -98,6 +105,16 @@ def test_every_tenant_without_a_key_is_reported(file: Path) -> None:
         {"name": "a", "keys_env": "NONE_THERE"}, {"name": "b", "keys_file": str(file)}
     )
     assert [*found] == ["tenants[0].keys_env", "tenants[1]"]
+
+
+def test_problems_name_the_tenant(file: Path) -> None:
+    file.write_text("short\n")
+    silent = {"name": "c", "keys_env": "NONE_THERE"}
+    with pytest.raises(ConfigError) as error:
+        read(hashes(KEYS[0]), {"name": "b", "keys_file": str(file)}, silent)
+    assert [line.split(": ")[1] for line in str(error.value).splitlines()] == [
+        "tenants[1].keys_file (b)", "tenants[2].keys_env (c)",
+    ]  # fmt: skip
 
 
 def test_tenant_settings_reach_the_core() -> None:

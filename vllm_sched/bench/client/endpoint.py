@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 CHAT: Final = "/v1/chat/completions"
 MODELS: Final = "/v1/models"
-PROBE_TIMEOUT_S: Final = 60.0
+CONNECT_S: Final = 5.0
+LIST_S: Final = 10.0  # for the list of models, which needs no engine
+PROBE_TIMEOUT_S: Final = 60.0  # for a small request: the engine may compile
 # The lengths of two probe texts for a linear fit; the second is shorter for a small model.
 PROBE_WORDS: Final = (40, 1040)
 MIN_PROBE_WORDS: Final = 80
@@ -64,9 +66,9 @@ class Endpoint:
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     doubts: tuple[str, ...] = ()  # warnings on the figures
 
-    def wire(self) -> Wire:
+    def wire(self, connect_s: float | None = None) -> Wire:
         """Return an HTTP client; it connects on demand."""
-        return Wire(self.address, dict(self.headers))
+        return Wire(self.address, dict(self.headers), connect_s)
 
     def body(self, prompt: str, output_tokens: int, tenant: str = "") -> bytes:
         """Return a request body; the prompt's words contain nothing to escape."""
@@ -103,7 +105,7 @@ async def probe_endpoint(asked: EndpointOptions) -> Endpoint:
     endpoint = Endpoint(
         address, asked.path, asked.model, Measure(), None, asked.ignore_eos, tuple(headers.items())
     )
-    wire = endpoint.wire()
+    wire = endpoint.wire(CONNECT_S)
     try:
         endpoint = await _with_model(endpoint, wire)
         endpoint = await _check_streaming(endpoint, wire)
@@ -138,7 +140,7 @@ def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
 
 async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
     try:
-        served = json.loads(await wire.get(MODELS, PROBE_TIMEOUT_S))["data"]
+        served = json.loads(await wire.get(MODELS, LIST_S))["data"]
         models: dict[str, Any] = {each["id"]: each for each in served}
     except WireError as error:
         if endpoint.model and str(error).startswith(NO_LIST_STATUSES):

@@ -81,8 +81,12 @@ class Address:
 class Wire:
     """Connections to one endpoint, kept open between requests."""
 
-    def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, address: Address, headers: Mapping[str, str], connect_s: float | None = None
+    ) -> None:
+        """Create a client; `connect_s`: the longest time for a connection, None for no limit."""
         self.address = address
+        self._connect_s = connect_s
         lines = {"Host": address.authority, "Content-Type": "application/json"}
         self._head = _lines(lines | dict(headers))
         self._idle: list[_Connection] = []
@@ -138,13 +142,20 @@ class Wire:
             each.abort()
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: _Connection(self._idle, self._open),
-            self.address.host,
-            self.address.port,
-            ssl=self._tls,
-        )
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(self._connect_s)
+        try:
+            async with limit:
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._idle, self._open),
+                    self.address.host,
+                    self.address.port,
+                    ssl=self._tls,
+                )
+        except TimeoutError:
+            if not limit.expired():  # the kernel's limit
+                raise
+            why = f"no connection within {self._connect_s:g} s; check the address and firewalls"
+            raise WireError(why) from None
         return connection
 
 
@@ -238,7 +249,7 @@ class _Connection(asyncio.Protocol):
             return  # early hints; the response follows
         if status != OK:
             words = excerpt(b"".join(self._pieces))
-            self._end(WireError(f"HTTP {status}: {words}"))
+            self._end(WireError(f"HTTP {status}: {words}" if words else f"HTTP {status}"))
         else:
             self._end(None)
         if self._parser.should_keep_alive() and not self._transport.is_closing():

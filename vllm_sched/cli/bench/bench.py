@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.client.endpoint import CHAT, Endpoint, probe_endpoint
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint
 from vllm_sched.bench.client.player import PlayedRun
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
@@ -17,6 +16,7 @@ from vllm_sched.cli.bench.load import (
     add_endpoint,
     add_traffic,
     add_workload,
+    check_endpoint,
     check_outputs,
     endpoint_options,
     play_with_progress,
@@ -67,7 +67,7 @@ def run_bench(args: argparse.Namespace) -> int:
     check_outputs(args.save, args.plot)
     console = Output()
     salt = salt_of(args)
-    endpoint = asyncio.run(probe_endpoint(endpoint_options(args, explain=bool(args.plot))))
+    endpoint = check_endpoint("bench", endpoint_options(args, explain=bool(args.plot)))
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     played = run_interruptibly(
         lambda stop: play_with_progress(

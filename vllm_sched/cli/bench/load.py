@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
-from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions
+from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress, play
 from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, SESSION_NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.output import require_folders, require_place
-from vllm_sched.cli.progress_bar import progress
+from vllm_sched.cli.progress_bar import ProgressLines, progress
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ WORKLOAD_HELP = f"{', '.join((*NAMES, *SESSION_NAMES))}; {FORMS} (default: %(def
 T = TypeVar("T")
 KEY_VARIABLE = "OPENAI_API_KEY"
 REFRESH_S = 0.5
+NOTE_AFTER_S = 1.0
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
@@ -223,6 +224,21 @@ def save_and_draw(result: BenchResult, args: argparse.Namespace, console: Output
         from vllm_sched.bench.plots import draw_run
 
         console.save(args.plot, partial(draw_run, result), "drew")
+
+
+def check_endpoint(command: str, options: EndpointOptions) -> Endpoint:
+    """Return the endpoint; if it takes long to answer, print what is waited for."""
+
+    async def check() -> Endpoint:
+        text = f"waiting for {options.url}: it must list its models, then answer a small request"
+        loop, lines = asyncio.get_running_loop(), ProgressLines(command)
+        note = loop.call_later(NOTE_AFTER_S, lines.print_line, text)
+        try:
+            return await probe_endpoint(options)
+        finally:
+            note.cancel()
+
+    return asyncio.run(check())
 
 
 def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:

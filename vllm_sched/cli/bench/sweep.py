@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from vllm_sched.bench.client.endpoint import Endpoint, probe_endpoint
+from vllm_sched.bench.client.endpoint import Endpoint
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.results.summary import summary
@@ -25,6 +25,7 @@ from vllm_sched.cli.bench.load import (
     WORKLOAD_HELP,
     add_endpoint,
     add_traffic,
+    check_endpoint,
     check_outputs,
     endpoint_options,
     play_with_progress,
@@ -94,7 +95,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     check_outputs(args.save, args.plot)
     console = Output()
     sweep = Sweep()
-    endpoint = asyncio.run(probe_endpoint(endpoint_options(args)))
+    endpoint = check_endpoint("sweep", endpoint_options(args))
     for doubt in endpoint.doubts:
         console.print_text(doubt, "yellow")
     stopped = run_interruptibly(

@@ -8,6 +8,7 @@ from proxy.core.fleet.breaker import (
     BUSY,
     FAILED,
     FAILURES_TO_OPEN,
+    MAX_OPEN_S,
     MAX_RETRY_AFTER_S,
     MIN_OPEN_S,
     TRIAL_INTERVAL_S,
@@ -93,6 +94,22 @@ def test_trial_without_result_blocks_one_interval() -> None:
     breaker.record_sent(now + TRIAL_INTERVAL_S)
     breaker.abandon_trial()
     assert breaker.may_send(now + TRIAL_INTERVAL_S)
+
+
+def test_trial_is_due_after_each_opening_and_again_if_one_had_no_result() -> None:
+    breaker = Breaker()
+    assert not breaker.is_trial_due(0.0)
+    breaker = opened()
+    assert not breaker.is_trial_due(breaker.until - 0.1)
+    now = breaker.until
+    assert breaker.is_trial_due(now)
+    breaker.record_sent(now)
+    assert not breaker.is_trial_due(now + MAX_OPEN_S - 0.1)
+    breaker.abandon_trial()
+    assert not breaker.is_trial_due(now + 1.0)
+    assert breaker.is_trial_due(now + MAX_OPEN_S)
+    breaker.record_failure(now)
+    assert breaker.is_trial_due(breaker.until)
 
 
 @pytest.mark.parametrize("busy", [True, False])

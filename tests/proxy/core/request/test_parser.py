@@ -286,3 +286,24 @@ def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPat
         **{name: value for name, value in json.loads(body).items() if name != "priority"},
         "stream_options": {"include_usage": True},
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "asks"),
+    [
+        ("/v1/chat/completions", {"stream": True}, False),
+        ("/v1/chat/completions", {"stream": True, "stream_options": None}, False),
+        ("/v1/chat/completions", {"stream": True, "stream_options": {"include_usage": 1}}, True),
+        ("/v1/completions", {"stream": True, "stream_options": {"include_usage": False}}, False),
+        ("/v1/completions", {"stream_options": {"include_usage": True}}, False),
+        ("/v1/messages", {"stream": True}, True),
+    ],
+)
+@pytest.mark.parametrize("owned", [False, True])
+def test_usage_that_a_client_expects_in_its_stream(
+    path: str, fields: dict[str, object], asks: bool, owned: bool
+) -> None:
+    """With tenants the router asks for usage too, and hides it."""
+    body = {"model": MODEL, "messages": [], "prompt": "hi", "max_tokens": 1, **fields}
+    found = sized(router_of(spec("w")), body, path, tenant("t") if owned else None)
+    assert found.asks_usage is asks

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from proxy.core.fleet.breaker import FAILURES_TO_OPEN
 from proxy.health.breaker_log import TROUBLES, BreakerLog
 from proxy.health.worker_state import why_not
 from tests.proxy.wire import scripts
@@ -172,3 +173,31 @@ async def test_all_breakers_open_returns_503_with_retry_after(start: Start) -> N
     answer.error()
     assert int(answer.one(b"retry-after")) >= 1
     assert len(site.fake.served) == 3
+
+
+async def test_worker_that_is_well_again_is_tried_though_others_have_the_cache(
+    start: Start,
+) -> None:
+    """Requests one by one of one long beginning: `adaptive` prefers the worker that has it."""
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    text = "the same beginning " * 500
+    first = site.fakes["w0"]
+
+    async def ask(times: int) -> int:
+        """Send requests one by one; return how many went to the first worker."""
+        before = len(first.served)
+        for _ in range(times):
+            assert (await site.ask(chat(text))).status == 200
+        return len(first.served) - before
+
+    for _ in range(FAILURES_TO_OPEN):
+        site.fleet.health.record_failure(site.worker(), site.clock(), why="reset")
+    site.stand_still()
+    first.always(scripts.hang_up)
+    assert await ask(20) == 0
+    site.skip(1.0)
+    assert await ask(20) == 1, "it still fails, and the request goes elsewhere"
+    first.always(scripts.answer())
+    site.skip(30.0)
+    assert await ask(20) >= 1
+    assert site.worker().breaker.closed

@@ -220,3 +220,73 @@ async def test_pipelined_requests_are_dropped_after_a_broken_body(site: Site) ->
     await client.head()
     assert await client.closed() in (b"{", b"")
     assert len(site.fake.served) == 1
+
+
+def finished(reason: str = "stop", index: int = 0) -> bytes:
+    choice = {"index": index, "delta": {}, "finish_reason": reason}
+    return scripts.event({"id": "c", "choices": [choice]})
+
+
+TOKENS, USAGE = b"".join(FIRST), scripts.usage_event(3, 2)
+WITH_USAGE = {"stream_options": {"include_usage": True}}
+MESSAGE_END = typed("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 1})
+STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+TEXT_END = scripts.event({"choices": [{"index": 0, "text": "b", "finish_reason": "length"}]})
+# Path, fields of the request, events before the failure, the event that the router adds.
+COMPLETE = {
+    "chat": (CHAT, {}, TOKENS + finished(), scripts.DONE),
+    "chat, usage": (CHAT, WITH_USAGE, TOKENS + finished() + USAGE, scripts.DONE),
+    "chat, half": (CHAT, {}, TOKENS + finished() + b"data: [DO", scripts.DONE),
+    "completion": (COMPLETION, {}, FIRST[0] + TEXT_END, scripts.DONE),
+    "message": ("/v1/messages", {}, TEXT + MESSAGE_END, STOP),
+}
+
+
+@pytest.mark.parametrize("end", ["close", "reset", "stall"])
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("name", COMPLETE)
+async def test_stream_that_lacks_only_its_last_event_gets_it(
+    start: Start, name: str, apart: bool, end: str
+) -> None:
+    path, fields, events, last = COMPLETE[name]
+    site = await start(Fake("w0"), Fake("w1"), wire={"idle_s": 0.3})
+    whole = events[: events.rindex(b"\n\n") + 2]
+    pieces = [events]
+    if apart:
+        pieces = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
+        pieces += [events[len(whole) :]] * (events != whole)
+    site.always(scripts.raw(SSE_HEAD, *map(scripts.chunk, pieces), gap_s=0.02, end=end))
+    client = await site.client()
+    body = json.dumps(json.loads(ANY_BODY) | fields).encode()
+    answer = await client.ask(request(body, path=path))
+    assert answer.body == whole + last
+    assert len(site.served()) == 1
+    site.always(scripts.answer())
+    assert (await client.ask(chat())).status == 200  # the client's connection is kept
+
+
+# Fields of the request, and events of a stream that lacks more than its last event.
+INCOMPLETE = {
+    "usage": (WITH_USAGE, TOKENS + finished()),
+    "another choice": ({"n": 2}, TOKENS + finished() + finished(index=1)),
+    "an aborted answer": ({}, TOKENS + finished("abort")),
+    "an error": ({}, TOKENS + finished() + scripts.event({"error": {"message": "no"}})),
+    "quoted": ({}, TOKENS + scripts.token('"finish_reason":"stop"')),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+async def test_stream_that_lacks_more_ends_with_an_error_event(start: Start, name: str) -> None:
+    fields, events = INCOMPLETE[name]
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(scripts.raw(SSE_HEAD + scripts.chunk(events), end="reset"))
+    answer = await site.ask(chat(stream=True, **fields))
+    assert answer.body.startswith(events + b'data: {"error"')
+
+
+async def test_unframed_stream_that_lacks_only_done_gets_it(site: Site) -> None:
+    site.fake.then(scripts.raw(UNFRAMED + FIRST[0], finished(), gap_s=0.02, end="close"))
+    client = await site.client()
+    answer = await client.ask(chat(stream=True))
+    assert answer.body == FIRST[0] + finished() + scripts.DONE
