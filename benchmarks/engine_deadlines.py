@@ -51,7 +51,7 @@ def load(profile: str, seed: int, share: float, tight: float) -> list[tuple[floa
         prompt = rng.randint(4_000, 30_000) if rng.random() < 0.1 else rng.randint(60, 1_000)
         job = Job(
             f"r{number}", prompt, rng.randint(60, 240), text=rng.getrandbits(60), klass=klass,
-            wishes={"deadline_ms": FIRST_S[klass] * 1000, "tpot_ms": EACH_S[klass] * 1000},
+            extra_args={"deadline_ms": FIRST_S[klass] * 1000, "tpot_ms": EACH_S[klass] * 1000},
         )  # fmt: skip
         found.append((now, job))
     return found
@@ -66,7 +66,7 @@ def play(
         of_profile(profile), max_num_seqs=SLOTS, max_num_batched_tokens=2048, policies=policies
     )
     arrivals = [
-        (at, replace(job, wishes={key: job.wishes[key] for key in passed}))
+        (at, replace(job, extra_args={key: job.extra_args[key] for key in passed}))
         for at, job in load(profile, seed, share, tight)
     ]
     times = by_job(run(ExactEngine(model), arrivals))

@@ -113,7 +113,7 @@ def test_pure_packages_do_no_io() -> None:
 # They make a `RequestInfo`. No other module changes one.
 INFO_MAKERS = {
     "proxy/admin/schemas.py", "proxy/core/request/parser.py", "proxy/core/request/sizing.py",
-    "vllm_sched/sim/fleet/as_ask.py",
+    "vllm_sched/sim/fleet/request_info.py",
 }  # fmt: skip
 
 

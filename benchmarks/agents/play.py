@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,10 +19,10 @@ from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
+from vllm_sched.sim.fleet.base_fleet import RequestFlight
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import worker_models
-from vllm_sched.sim.fleet.simulation import RequestFlight
 from vllm_sched.sim.types import Job
 
 PROFILE: Final = "h200-qwen3-30b-a3b-fp8-tp2"
@@ -161,7 +161,7 @@ class SessionFleet(SimulatedFleet):
         flight = self._flights[job.id]
         due = flight.outcome.at + self.alone.ttft_limit_s(flight.request)
         targets = {"deadline_ms": (due - now) * 1000, "tpot_ms": TPOT_S * 1000}
-        submit(replace(job, wishes=targets), now)
+        submit(replace(job, extra_args=targets), now)
 
     def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         task, turn = self._under_way.pop(flight.number)
@@ -215,40 +215,43 @@ def play(job: tuple[str, Load]) -> Figures:
 
 def figures(fleet: SessionFleet, load: Load) -> Figures:
     """Return the figures from the warm-up to the start of the last session."""
-    alone = fleet.alone
     start, end = START_S * load.at_once + WARM_UP_S, fleet.last_start
+    seconds = end - start
     turns = [each for each in fleet.served if start <= each.at < end]
-    late_ttft = [is_late(each, alone) for each in turns]
-    good = [
-        not (late or each.failed or each.tpot > TPOT_S)
-        for each, late in zip(turns, late_ttft, strict=True)
-    ]
+    late = [is_late(each, fleet.alone) for each in turns]
+    judged = list(zip(turns, late, strict=True))
+    good = sum(not (too_late or each.failed or each.tpot > TPOT_S) for each, too_late in judged)
+    late_firsts = [too_late for each, too_late in judged if not each.turn.request.turn]
     tasks = [each for each in fleet.tasks if each.began >= start]
     took = [each.ended - each.began for each in tasks]
-    stretch = [
-        seconds / alone_s(each.session, alone) for each, seconds in zip(tasks, took, strict=True)
-    ]
+    alone = [alone_s(each.session, fleet.alone) for each in tasks]
+    stretch = [task / idle for task, idle in zip(took, alone, strict=True)]
     ttfts = [each.ttft for each in turns]
     prompts = sum(each.turn.request.prompt_tokens for each in turns)
-    tokens = prompts + sum(each.turn.request.output_tokens for each in turns)
-    firsts = [
-        late for each, late in zip(turns, late_ttft, strict=True) if not each.turn.request.turn
-    ]
+    outputs = sum(each.turn.request.output_tokens for each in turns)
     engines = [engine.facts() for engine in fleet.engines.values()]
+
+    def at(samples: Sequence[float], percent: float) -> float:
+        return percentile(samples, percent) or 0.0
+
     return Figures(
-        sum(good) / (end - start),
-        sum(good) / len(turns),
-        len(turns) / (end - start),
-        *(percentile(took, percent) or 0.0 for percent in (50, 90)),
-        *(percentile(stretch, percent) or 0.0 for percent in (50, 90)),
-        *(percentile(ttfts, percent) or 0.0 for percent in (50, 90, 99)),
-        percentile([each.tpot for each in turns], 90) or 0.0,
-        sum(each.cached for each in turns) / prompts,
-        tokens / (end - start),
-        sum(each.failed for each in turns),
-        sum(late_ttft) / len(turns),
-        sum(firsts) / max(len(firsts), 1),
-        sum(facts.get("preemptions", 0) for facts in engines),
+        goodput=good / seconds,
+        in_time=good / len(turns),
+        turns_per_s=len(turns) / seconds,
+        task_p50=at(took, 50),
+        task_p90=at(took, 90),
+        stretch_p50=at(stretch, 50),
+        stretch_p90=at(stretch, 90),
+        ttft_p50=at(ttfts, 50),
+        ttft_p90=at(ttfts, 90),
+        ttft_p99=at(ttfts, 99),
+        tpot_p90=at([each.tpot for each in turns], 90),
+        hit=sum(each.cached for each in turns) / prompts,
+        tokens_per_s=(prompts + outputs) / seconds,
+        failed=sum(each.failed for each in turns),
+        late_ttft=sum(late) / len(turns),
+        late_first=sum(late_firsts) / max(len(late_firsts), 1),
+        preemptions=sum(facts.get("preemptions", 0) for facts in engines),
     )
 
 

@@ -30,9 +30,9 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.prompt_hashes import BYTES_PER_TOKEN
+from vllm_sched.sim.fleet.base_fleet import RequestFlight
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import worker_models
-from vllm_sched.sim.fleet.simulation import RequestFlight
 
 PROFILE: Final = "h100-llama-3.1-8b-bf16-tp1"
 PREFIXES, SESSIONS = LOADS = ("prefixes", "sessions")

@@ -22,8 +22,8 @@ from vllm_sched.bench.traffic.types import Piece, Request
 from vllm_sched.engine.journal.journal import Journal, Outputs
 from vllm_sched.engine.journal.scheduler import journal_of
 from vllm_sched.sim.engines.prompt_hashes import token_namer
+from vllm_sched.sim.fleet.base_fleet import RequestFlight
 from vllm_sched.sim.fleet.fleet import SimulatedFleet
-from vllm_sched.sim.fleet.simulation import RequestFlight
 
 LOAD, ESTIMATE, KNOWN, EXACT, ORACLE = SIDES = ("load", "estimate", "sessions", "exact", "oracle")
 DELAY_S: Final = 0.005  # from the end of a step to the router's index

@@ -23,7 +23,7 @@ class HoldAndCap(Policy):
     """A second long prompt is held, and a long chunk is at most 75 % of the budget."""
 
     name: ClassVar[str] = "hold_and_cap"
-    arranges = True
+    sorts_running = True
 
     def __init__(self, facts: EngineFacts, settings: Settings) -> None:
         super().__init__(facts, settings)

@@ -18,8 +18,8 @@ from proxy.processes.server_process import ALONE_INTERVAL_S, QUEUED_INTERVAL_S
 from proxy.processes.shared.load import REMOTE_INTERVAL_S
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SETTLE_S, SharedTable
 from proxy.processes.shared.sharing import share_router
+from vllm_sched.sim.fleet.base_fleet import RequestFlight
 from vllm_sched.sim.fleet.fleet import SimulatedFleet, make_router
-from vllm_sched.sim.fleet.simulation import RequestFlight
 from vllm_sched.sim.types import Leg, MakeEngine, WorkerModel
 
 TRAVEL_S = 0.005

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grafana.asking import ENGINE, mean, quantiles, rate, ratio
 from grafana.panels import Board, Panel, Query, Row, Variable
+from grafana.promql import ENGINE, mean, quantiles, rate, ratio
 
 P = "vllm_sched_"
 LANE = "{{policy}} {{lane}}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grafana.asking import OF_MODEL, ROUTER, mean, part, quantile, quantiles, rate, ratio, within
 from grafana.panels import Board, Panel, Query, Row, Variable
+from grafana.promql import OF_MODEL, ROUTER, mean, part, quantile, quantiles, rate, ratio, within
 
 # Engines are separate targets, so they are selected by model only.
 ENGINES = 'model_name=~"$model"'

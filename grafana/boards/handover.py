@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grafana.asking import OF_MODEL, ROUTER, WINDOW, mean, quantiles, rate, ratio
 from grafana.panels import Board, Panel, Query, Row, Variable
+from grafana.promql import OF_MODEL, ROUTER, WINDOW, mean, quantiles, rate, ratio
 
 DECISIONS = "proxy_handover_decisions_total"
 HANDED_OVER = f'{OF_MODEL},why="handed_over"'

@@ -6,26 +6,28 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_sched.cost.step_time import Chunk
-from vllm_sched.engine.in_flight import MAX_IN_FLIGHT, InFlight, StepDone, StepStarted
+from vllm_sched.engine.in_flight import MAX_IN_FLIGHT, FinishedStep, ScheduledStep, StepsInFlight
 
 
-def scheduled(at: float, prompts: dict[str, Chunk] | None = None, decodes: int = 0) -> StepStarted:
+def scheduled(
+    at: float, prompts: dict[str, Chunk] | None = None, decodes: int = 0
+) -> ScheduledStep:
     chunks = prompts or {}
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {name: chunk.tokens for name, chunk in chunks.items()}
     output.num_scheduled_tokens |= {f"decode {i}": 1 for i in range(decodes)}
     output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-    return StepStarted(output, 1, at, 512, chunks, 100 * decodes, len(chunks) + decodes, 0)
+    return ScheduledStep(output, 1, at, 512, chunks, 100 * decodes, len(chunks) + decodes, 0)
 
 
-def begun(*started: StepStarted) -> InFlight:
-    steps = InFlight()
+def begun(*started: ScheduledStep) -> StepsInFlight:
+    steps = StepsInFlight()
     for step in started:
         steps.begin(step)
     return steps
 
 
-def end(steps: InFlight, step: StepStarted, at: float) -> StepDone:
+def end(steps: StepsInFlight, step: ScheduledStep, at: float) -> FinishedStep:
     done = steps.end(step.output, lambda: at)
     assert done is not None
     return done
@@ -67,7 +69,7 @@ def test_decode_time_includes_the_pause_since_the_last_result(
 
 
 def test_lost_result_is_forgotten_and_empty_result_is_none() -> None:
-    steps = InFlight()
+    steps = StepsInFlight()
     lost, step = scheduled(10.0, decodes=1), scheduled(10.1, decodes=1)
     empty = SchedulerOutput.make_empty()
 

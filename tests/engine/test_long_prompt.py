@@ -42,7 +42,7 @@ def loaded(
 
 def longs_waiting(bench: Bench) -> int:
     """Return the number of requests that wait as long prompts."""
-    counts = bench.scheduler.waiting.counts[[*bench.policies].index("long_prompt")]
+    counts = bench.scheduler.waiting.lane_counts.by_policy[[*bench.policies].index("long_prompt")]
     return sum(count.requests for lane, count in counts.items() if lane.startswith("long"))
 
 

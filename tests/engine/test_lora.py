@@ -239,8 +239,8 @@ def test_unused_adapters_leave_no_state() -> None:
         bench.add(f"r{adapter}", 20, adapter=adapter, hashed=False)
         bench.step()
         bench.abort(f"r{adapter}")
-    assert len(bench.scheduler.waiting._sizes) <= 2 * MAX_DEAD_ENTRIES
-    assert len(bench.scheduler.waiting._heaps) <= 2 * MAX_DEAD_ENTRIES
+    assert len(bench.scheduler.waiting._heaps._sizes) <= 2 * MAX_DEAD_ENTRIES
+    assert len(bench.scheduler.waiting._heaps.lanes) <= 2 * MAX_DEAD_ENTRIES
 
 
 def test_adapter_without_requests_claims_no_slot() -> None:

@@ -56,11 +56,11 @@ def test_disabled_async_scheduling_error_names_the_sync_class(
     change(made)
     message = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
     with pytest.raises(UsageError, match=message):
-        policy_setup.check(made, PolicyScheduler)
-    policy_setup.check(made, SyncPolicyScheduler)
-    policy_setup.check(made)  # vLLM's own scheduler
+        policy_setup.check_configuration(made, PolicyScheduler)
+    policy_setup.check_configuration(made, SyncPolicyScheduler)
+    policy_setup.check_configuration(made)  # vLLM's own scheduler
     made.scheduler_config.async_scheduling = True  # supported by vLLM's asynchronous scheduler
-    policy_setup.check(made, PolicyScheduler)
+    policy_setup.check_configuration(made, PolicyScheduler)
 
 
 def test_diffusion_model_is_refused() -> None:
@@ -68,26 +68,26 @@ def test_diffusion_model_is_refused() -> None:
     made.model_config = SimpleNamespace(is_diffusion=True, max_model_len=2048)
     for kind in (PolicyScheduler, SyncPolicyScheduler):
         with pytest.raises(UsageError, match=r"start without --scheduler-cls$"):
-            policy_setup.check(made, kind)
+            policy_setup.check_configuration(made, kind)
 
 
 @pytest.mark.parametrize("name", registry.POLICIES)
 def test_policies_that_conflict_with_the_prefill_interval_are_refused(name: str) -> None:
-    policy_setup.check(config({name: {}}), SyncPolicyScheduler)
+    policy_setup.check_configuration(config({name: {}}), SyncPolicyScheduler)
     made = config({name: {}}, prefill_schedule_interval=4)
     message = rf"^policy {name} contradicts --prefill-schedule-interval 4: .*; leave one of them"
     refused = name in ("prefill_first", "deferred_prefill")
     with pytest.raises(UsageError, match=message) if refused else nullcontext():
-        policy_setup.check(made, SyncPolicyScheduler)
+        policy_setup.check_configuration(made, SyncPolicyScheduler)
 
 
 def test_nothing_is_refused_without_policies() -> None:
     made = config({}, prefill_schedule_interval=4)
     with_stages(made)
-    policy_setup.check(made, PolicyScheduler)
+    policy_setup.check_configuration(made, PolicyScheduler)
     # A class may have policies of its own.
     with pytest.raises(UsageError, match=r"LongPromptScheduler can't follow"):
-        policy_setup.check(made, LongPromptScheduler)
+        policy_setup.check_configuration(made, LongPromptScheduler)
 
 
 @pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])

@@ -32,14 +32,14 @@ class Probe(Policy):
         self.cut: int | None = None
         self.pause = False
 
-    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        self.arrivals.append((request.request_id, wishes))
+    def arrived(self, request: RequestView, extra_args: Mapping[str, object]) -> None:
+        self.arrivals.append((request.request_id, extra_args))
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self.steps.append(step)
 
     def budget(self, step: Step) -> int:
-        self.entered.append(step.may_enter() is not None)
+        self.entered.append(step.next_to_enter() is not None)
         return step.budget if self.tokens is None else self.tokens
 
     def pauses_decodes(self, step: Step) -> bool:
@@ -208,7 +208,7 @@ def test_engine_pause_does_not_lift_cuts(probed: MakeProbed) -> None:
 # Admission
 
 
-def test_may_enter_considers_slots_gates_and_pauses(
+def test_next_to_enter_considers_slots_gates_and_pauses(
     probed: MakeProbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, probe = probed(20, 20, 20, max_num_seqs=2)

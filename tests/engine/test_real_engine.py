@@ -116,8 +116,8 @@ def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
     for number in range(3000):
         while waiting and waiting[0][1][0] <= number:
             index, (_, prompt, output, lane) = waiting.pop(0)
-            wishes = {} if lane is None else {"lane": lane}
-            engine.add(NewRequest(str(index), prompt, output, wishes=wishes), now)
+            extra_args = {} if lane is None else {"lane": lane}
+            engine.add(NewRequest(str(index), prompt, output, extra_args=extra_args), now)
         if engine.unfinished:
             step = engine.schedule(now)
             steps.append([] if step is None else sorted(step.output.num_scheduled_tokens.values()))

@@ -51,7 +51,7 @@ class RemoteKv(Machine):
         super().start(policies, blocks, slots, priority)
         self.may_pause = self.pauses_decodes
         # vLLM's own order has prefills of failed loads before decodes.
-        self.arranges = any(policy.arranges for policy in self.scheduler._policies)
+        self.sorts_running = any(policy.sorts_running for policy in self.scheduler._policies)
 
     @rule(
         tokens=st.one_of(st.integers(1, 90), st.sampled_from([81, 200, 700])),
@@ -94,7 +94,7 @@ class RemoteKv(Machine):
     def _schedule(self) -> None:
         # With a connector, vLLM waits for blocks that steps in flight still use.
         free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        self.serves_decodes = self.arranges and free_blocks > len(self.scheduler.running)
+        self.serves_decodes = self.sorts_running and free_blocks > len(self.scheduler.running)
         self.pauses_decodes = self.may_pause or not self.serves_decodes
         # A leg with a failed load holds no KV: policies may hold it like any prefill.
         failed = self.scheduler.failed_recving_kv_req_ids

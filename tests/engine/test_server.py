@@ -81,7 +81,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     )
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
     monkeypatch.setattr(Executor, "compile_or_warm_up_model", Executor.compile_or_warm_up_model)
-    monkeypatch.setattr(policy_setup, "check", lambda _config, _kind: None)
+    monkeypatch.setattr(policy_setup, "check_configuration", lambda _config, _kind: None)
     monkeypatch.setenv(plugin.WARM_UP_VARIABLE, "1")
     command = SimpleNamespace(main=vllm_command)
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", command)
@@ -125,7 +125,7 @@ def test_refusal_before_the_model_loads_is_one_line(
     assert COMMANDS[name]() == 0
     assert loaded == ["some"]
     monkeypatch.setattr(EngineArgs, "create_engine_config", upstream)
-    monkeypatch.setattr(policy_setup, "check", refuse)
+    monkeypatch.setattr(policy_setup, "check_configuration", refuse)
     assert COMMANDS[name]() == 2
     assert loaded == ["some"]
     assert capsys.readouterr().err == f"{name}: what it will be is too little\n"

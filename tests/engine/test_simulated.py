@@ -50,8 +50,8 @@ def test_engine_has_a_connector_only_for_transfers() -> None:
 
 def test_extra_args_reach_the_policies() -> None:
     engine = make(policies={"lanes": {}})
-    engine.add(NewRequest("a", 10, 1, wishes={"lane": "batch"}), 0.0)
-    assert engine.scheduler.waiting.counts[0]["batch"].requests == 1
+    engine.add(NewRequest("a", 10, 1, extra_args={"lane": "batch"}), 0.0)
+    assert engine.scheduler.waiting.lane_counts.by_policy[0]["batch"].requests == 1
 
 
 def test_backlog_counts_uncomputed_tokens() -> None:

@@ -316,7 +316,7 @@ class Machine(RuleBasedStateMachine):
             # With priorities a request may wait behind better ones without a bound.
             and bool(waiting and self.waited.get(waiting[0], 0.0) >= MAX_WAIT)
             and self._has_room(waiting)
-            and not scheduler.waiting.counts[0]["short"].requests
+            and not scheduler.waiting.lane_counts.by_policy[0]["short"].requests
         )
         self.kept_long_steps = self.kept_long_steps + 1 if kept else 0
         # A few consecutive steps may be the shorts' only.
@@ -369,14 +369,14 @@ class Machine(RuleBasedStateMachine):
 
         def gate_of(lane: Any, head: Any, waited: float) -> Gate:
             gates[head] = gate = ask(lane, head, waited)
-            held = queue.counted.held_by.get(lane) == number
+            held = queue.lane_counts.held_by.get(lane) == number
             assert not (held and is_overdue(head)), "held beyond the bound of its lane"
             return gate
 
         def choosing() -> Any:
             gates.clear()
             chosen = choose()
-            lanes_of_group = queue._heaps.values()
+            lanes_of_group = queue._heaps.lanes.values()
             fronts = [heap[0].request for lanes in lanes_of_group for heap in lanes.values()]
             overdue = [r for r in fronts if gates[r] is Gate.OPEN and is_overdue(r)]
             # A preempted request represents the longest wait behind it.
@@ -460,7 +460,7 @@ class Machine(RuleBasedStateMachine):
             len(scheduler.running),
             len(self.alive) - len(scheduler.running),
         )
-        lanes = scheduler.waiting.counts[0].values()
+        lanes = scheduler.waiting.lane_counts.by_policy[0].values()
         assert sum(lane.requests for lane in lanes) == len(scheduler.waiting)
         # A step in flight may add a token to a waiting preempted request.
         late = sum(r.num_tokens for r in scheduler.waiting) - sum(lane.tokens for lane in lanes)
@@ -476,14 +476,14 @@ class Machine(RuleBasedStateMachine):
             return
         known = classes._known
         assert known.keys() <= {*scheduler.requests.values()}
-        if classes.policy.reclassed == classes._reclassed:
+        if classes.policy.class_changes == classes._class_changes:
             decoding = [r for r in scheduler.running if not r.is_prefill_chunk and r in known]
             assert [known[r] for r in decoding] == [classes.of(r) for r in decoding]
 
     @invariant()
     def held_reasons_are_declared(self) -> None:
         """Metrics show each declared reason from the start."""
-        counts = self.scheduler.waiting.counts
+        counts = self.scheduler.waiting.lane_counts.by_policy
         for policy, lanes in zip(self.scheduler._policies, counts, strict=True):
             if type(policy).held_reason is not Policy.held_reason:
                 assert {policy.held_reason(lane) for lane in lanes} <= {*policy.held_reasons}

@@ -63,7 +63,8 @@ class Engine(Bench):
         scheduler = self.scheduler
         assert scheduler.get_request_counts() == (0, 0)
         assert scheduler.kv_cache_manager.usage == 0
-        assert sum(lane.requests for lane in scheduler.waiting.counts[0].values()) == 0
+        lanes = scheduler.waiting.lane_counts.by_policy[0].values()
+        assert sum(lane.requests for lane in lanes) == 0
         assert len(scheduler.waiting) == 0
         assert not scheduler.requests
 

@@ -15,10 +15,10 @@ from vllm_sched.engine.trace import (
     REQUESTS,
     VARIABLE,
     EngineTrace,
-    QueuedRequest,
-    StepNote,
+    TracedArrival,
+    TracedStep,
     TraceFile,
-    chrome,
+    chrome_trace,
     from_environment,
 )
 
@@ -32,17 +32,17 @@ def step(
     prefill: dict[str, tuple[int, int]] | None = None,
     decode: dict[str, int] | None = None,
     **more: Any,
-) -> StepNote:
+) -> TracedStep:
     """Return a step of prefills (tokens, context) and decodes (tokens)."""
     prefill, decode = prefill or {}, decode or {}
     tokens = {name: tokens for name, (tokens, _) in prefill.items()} | decode
     contexts = {name: context for name, (_, context) in prefill.items()}
-    return StepNote(number, start, end, 64, tokens, contexts, len(tokens), 0, **more)
+    return TracedStep(number, start, end, 64, tokens, contexts, len(tokens), 0, **more)
 
 
-def events(log: list[QueuedRequest | StepNote], now: float) -> list[Event]:
+def events(log: list[TracedArrival | TracedStep], now: float) -> list[Event]:
     """Write a log, check the file's invariants, and return its events."""
-    file = json.loads("".join(chrome(log, now)))
+    file = json.loads("".join(chrome_trace(log, now)))
     assert file["otherData"] == {"clock": "monotonic"}
     check(file["traceEvents"])
     return list(file["traceEvents"])
@@ -83,7 +83,7 @@ def slices_of(track: list[Event]) -> list[tuple[str, int, int, int | None]]:
 
 def test_request_has_slices_for_wait_chunks_and_decodes() -> None:
     log = [
-        QueuedRequest(1.0, "r", 100),
+        TracedArrival(1.0, "r", 100),
         step(1, 2.0, 3.0, {"r": (64, 0)}),
         step(2, 3.0, 3.5, {"r": (36, 64)}),
         step(3, 3.5, 3.6, decode={"r": 1}),
@@ -132,8 +132,8 @@ def test_preempted_request_has_a_slice_until_it_runs_again() -> None:
 
 def test_waiting_slice_ends_now_or_at_the_abort() -> None:
     log = [
-        QueuedRequest(0.5, "stays", 9),
-        QueuedRequest(0.5, "leaves", 9),
+        TracedArrival(0.5, "stays", 9),
+        TracedArrival(0.5, "leaves", 9),
         step(1, 1.0, 2.0, decode={"a": 1}, gone={"leaves", "never seen"}),
     ]
     tracks = slices(events(log, 4.0), REQUESTS)
@@ -143,9 +143,9 @@ def test_waiting_slice_ends_now_or_at_the_abort() -> None:
 
 def test_reused_name_gets_another_track() -> None:
     log = [
-        QueuedRequest(0.0, "r", 1),
+        TracedArrival(0.0, "r", 1),
         step(1, 0.0, 1.0, {"r": (1, 0)}),
-        QueuedRequest(1.5, "r", 2),
+        TracedArrival(1.5, "r", 2),
         step(2, 2.0, 3.0, {"r": (2, 0)}, gone=()),
     ]
     found = events([log[0], log[1], step(9, 1.0, 1.0, gone={"r"}), *log[2:]], 3.0)
@@ -156,7 +156,7 @@ def test_reused_name_gets_another_track() -> None:
 
 def test_names_are_escaped() -> None:
     name = 'r"\n\\{0}'
-    log = [QueuedRequest(0.0, name, 1), step(1, 0.0, 1.0, {name: (1, 0)})]
+    log = [TracedArrival(0.0, name, 1), step(1, 0.0, 1.0, {name: (1, 0)})]
     assert set(slices(events(log, 1.0), REQUESTS)) == {f"{name} (1 tokens)"}
 
 
@@ -167,7 +167,7 @@ def test_oldest_entries_are_dropped() -> None:
         trace.record_step(step(i, i, i + 1.0, decode={"a": 1, "b": 1, "c": 1}))
         assert len(trace) <= 50
     kept = trace.copy()
-    assert [entry.number for entry in kept if isinstance(entry, StepNote)] == [*range(88, 100)]
+    assert [entry.number for entry in kept if isinstance(entry, TracedStep)] == [*range(88, 100)]
     found = events(kept, 100.0)
     assert set(slices(found, REQUESTS)) == {f"{name} (came before)" for name in "abc"}
     # A step that is larger than the limit is not kept.

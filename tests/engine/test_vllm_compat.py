@@ -19,8 +19,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.engine.schedulers import make_request, make_scheduler, step
 from vllm_sched import SyncPolicyScheduler
 from vllm_sched.engine import vllm_compat
-from vllm_sched.engine.scheduler import PolicySteps
-from vllm_sched.engine.telemetry import SchedulerStats, SchedulerTelemetry
+from vllm_sched.engine.scheduler import PolicyMixin
+from vllm_sched.engine.telemetry import EngineStats, TelemetryMixin
 from vllm_sched.errors import UnsupportedVllmError
 
 SERVE = "import sys; from vllm_sched.cli.main import main; sys.exit(main(['serve', 'some']))"
@@ -85,7 +85,7 @@ def test_missing_method_or_class_is_named(
             lambda _, block_hashes, most: (block_hashes, most),
             [".*(max_cache_hit_length)"],
         ),
-        (KVCacheManager, "__init__", lambda _: None, vllm_compat.CACHE_FIELDS),
+        (KVCacheManager, "__init__", lambda _: None, vllm_compat.KV_CACHE_MANAGER.fields),
     ],
     ids=["parameter", "method of the cache", "parameter of the cache", "fields"],
 )
@@ -151,11 +151,12 @@ def test_every_used_scheduler_attribute_is_checked(module: str) -> None:
     upstream = {name for name in used if hasattr(Scheduler, name)} | {
         name for name in used if name in Scheduler.__init__.__code__.co_names
     }
-    own = set().union(*map(vars, (PolicySteps, SchedulerTelemetry, SchedulerStats)))
+    own = set().union(*map(vars, (PolicyMixin, TelemetryMixin, EngineStats)))
     for other in SCHEDULERS:
         own |= {name for name, written in scheduler_attributes(other).items() if written}
     assert used.keys() - own <= upstream
-    assert upstream - {"shutdown"} <= {*vllm_compat.METHODS, *vllm_compat.ATTRIBUTES}
+    names = vllm_compat.SCHEDULER
+    assert upstream - {"shutdown"} <= {*names.methods, *names.fields}
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

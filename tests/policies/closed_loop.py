@@ -101,7 +101,7 @@ class ClosedLoop:
             departed=self._gone,
             paused_s=0.0 if self._paused_since is None else self.now - self._paused_since,
         )
-        step.may_enter = lambda: (
+        step.next_to_enter = lambda: (
             self._head if step.free_slots > 0 and self._gate(running) is not Gate.CLOSED else None
         )
         lane = policy.lane(self._head, lambda: self._head.cached)

@@ -45,13 +45,13 @@ class Bench:
         tokens: int | Sequence[int],
         *,
         lane: str | None = None,
-        wishes: Mapping[str, object] | None = None,
+        extra_args: Mapping[str, object] | None = None,
         **more: Any,
     ) -> Any:
-        """Add a request that arrives now; `wishes` are its `vllm_xargs`, like its lane."""
+        """Add a request that arrives now; `extra_args` are its `vllm_xargs`, like its lane."""
         if lane is not None:
-            wishes = {"lane": lane}
-        request = make_request(tokens, name=name, extra_args=wishes, **more)
+            extra_args = {"lane": lane}
+        request = make_request(tokens, name=name, extra_args=extra_args, **more)
         self.scheduler.add_request(request)
         return request
 

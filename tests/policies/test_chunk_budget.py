@@ -267,7 +267,7 @@ def test_only_remaining_tokens_spend_the_slack_of_decodes(
     head = FakeRequest("head", 1_000_000, arrival_time=5.0, cached=1_000_000 - left)
     step = Step(index=1, now=5.0, budget=2048, decodes=1, prefills=[])
     step.decoding = [FakeRequest("ahead", arrival_time=decode_at)]
-    step.may_enter, step.cached_of = lambda: head, lambda _: head.cached
+    step.next_to_enter, step.cached_of = lambda: head, lambda _: head.cached
     policy.begin_step(step, {})
     policy.budget(step)
     assert policy.counters()["slack_steps"] == slack

@@ -31,7 +31,7 @@ class Pausing(Policy):
 
     def pauses_decodes(self, step: Step) -> bool:
         """Return True while there is prefill to do, within the bound."""
-        wanted = step.prefills or step.may_enter() is not None
+        wanted = step.prefills or step.next_to_enter() is not None
         return bool(wanted) and step.paused_s < self.settings.max_pause_s
 
 

@@ -27,7 +27,7 @@ def batch(name: str, tokens: int, **more: Any) -> Event:
 
 
 def dated(name: str, left_ms: float, tokens: int = 10) -> Event:
-    return add(name, tokens, output=2, wishes={"deadline_ms": left_ms})
+    return add(name, tokens, output=2, extra_args={"deadline_ms": left_ms})
 
 
 # Order
@@ -263,7 +263,7 @@ def test_changed_service_class_takes_effect_at_once() -> None:
     lanes, classes = bench["lanes"], bench.scheduler._planner.classes
     requests = [bench.add(name, 10, lane="batch", output=600) for name in ("one", "two")]
     bench.steps(2)
-    before = lanes.reclassed
+    before = lanes.class_changes
     assert [lanes.service_class(request) for request in requests] == [2, 2]
     lanes._overdue.released["batch"] = "one"
     assert classes.of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
@@ -271,7 +271,7 @@ def test_changed_service_class_takes_effect_at_once() -> None:
     lanes._running.discard("one")
     lanes._overdue._due["two"] = True
     lanes.admitted(requests[1])
-    assert lanes.reclassed > before
+    assert lanes.class_changes > before
     assert classes.of_decodes(requests) == dict(zip(requests, (2, 0), strict=True))
     lanes.departed(requests[1], bench.now)
     assert classes.of_decodes(requests[:1]) == {requests[0]: 2}
@@ -413,8 +413,8 @@ def test_gauges_count_running_and_waiting_by_lane() -> None:
 def test_finished_requests_leave_no_state() -> None:
     bench = Bench(laned(), max_num_seqs=2)
     for number in range(6):
-        wishes = {"lane": "batch" if number % 2 else "urgent", "deadline_ms": 1_000}
-        bench.add(str(number), 10, wishes=wishes)
+        extra_args = {"lane": "batch" if number % 2 else "urgent", "deadline_ms": 1_000}
+        bench.add(str(number), 10, extra_args=extra_args)
     bench.steps(2)
     lanes = bench["lanes"]
     assert lanes._left_s

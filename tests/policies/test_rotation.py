@@ -100,7 +100,7 @@ def begun(
     """Return the policy in a step of 64 tokens, with a KV cache of ten blocks."""
     cache = KvCache(10, [KvGroup(16, 100)])
     policy = Rotation(EngineFacts(2000, 64, 16, cache), RotationSettings(chunk=chunk))
-    step = Step(1, 0.0, 64, decodes, prefills, free_slots=16, may_enter=lambda: head)
+    step = Step(1, 0.0, 64, decodes, prefills, free_slots=16, next_to_enter=lambda: head)
     policy.begin_step(step, {"": LaneCount(requests=3)} if chunk else {})
     return policy
 

@@ -8,7 +8,7 @@ from vllm_sched.policies.targets import NO_TARGETS, RequestTargets, targets_in
 
 
 @pytest.mark.parametrize(
-    ("wishes", "targets"),
+    ("extra_args", "targets"),
     [
         ({}, NO_TARGETS),
         ({"lane": "batch"}, NO_TARGETS),
@@ -21,6 +21,6 @@ from vllm_sched.policies.targets import NO_TARGETS, RequestTargets, targets_in
     ],
 )
 def test_only_finite_numbers_are_targets(
-    wishes: dict[str, object], targets: RequestTargets
+    extra_args: dict[str, object], targets: RequestTargets
 ) -> None:
-    assert targets_in(wishes) == targets
+    assert targets_in(extra_args) == targets

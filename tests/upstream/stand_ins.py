@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_sched.engine.journal.journal import Outputs
-from vllm_sched.engine.journal.scheduler import JournaledScheduler, journal_of
+from vllm_sched.engine.journal.scheduler import JournalMixin, journal_of
 from vllm_sched.engine.scheduler import PolicyScheduler, SyncPolicyScheduler
 
 
@@ -33,7 +33,7 @@ class SocketlessPublisher:
         self.journal.snapshot()
 
 
-class Journaled(JournaledScheduler):
+class Journaled(JournalMixin):
     """Publishes its journal; an error in it is the test's error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

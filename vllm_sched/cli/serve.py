@@ -99,7 +99,6 @@ def serve(arguments: argparse.Namespace) -> int:
 def vllm_command(
     model: str, policies: Sequence[str] | None, sets: Sequence[str], flags: Sequence[str]
 ) -> list[str]:
-    """Return the equivalent arguments of `vllm serve`."""
     config = registry.parse_settings(_chosen_policies(policies), sets)
     # Our flags come after the user's file and would replace the value from the file.
     expanded_flags, additional = _split_additional_config(expanded(flags))

@@ -134,7 +134,7 @@ def output_so_far(request: Request) -> list[int]:
     return tokens
 
 
-class ContinuingScheduler(UpstreamScheduler):
+class ContinuationMixin(UpstreamScheduler):
     # vLLM's tests make schedulers without `__init__`.
     _continued: ContinuedRequests | None = None
 

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.engine.parallel.dp_group import DpGroup
-from vllm_sched.engine.trace import StepNote
+from vllm_sched.engine.trace import TracedStep
 from vllm_sched.policies.types import StepResult
 
 # vLLM has two steps in flight, or one per pipeline stage.
@@ -21,7 +21,7 @@ MIN_STEP_S: Final = 1e-6
 MAX_GAP_S: Final = 1.0
 
 
-class StepStarted(NamedTuple):
+class ScheduledStep(NamedTuple):
     output: SchedulerOutput
     number: int
     scheduled_at: float
@@ -39,69 +39,75 @@ class StepStarted(NamedTuple):
     def shape(self) -> StepShape:
         return StepShape.from_chunks(list(self.chunks.values()), self.decodes, self.context_tokens)
 
-    def note(self, start: float, end: float) -> StepNote:
-        """Return the step for the trace."""
-        return StepNote(
-            self.number,
-            start,
-            end,
-            self.budget,
-            self.output.num_scheduled_tokens,
-            {request_id: chunk.context for request_id, chunk in self.chunks.items()},
-            self.running,
-            self.waiting,
-            self.output.preempted_req_ids or (),
-            self.output.finished_req_ids,
+    def traced(self, start: float, end: float) -> TracedStep:
+        return TracedStep(
+            number=self.number,
+            start=start,
+            end=end,
+            budget=self.budget,
+            tokens=self.output.num_scheduled_tokens,
+            contexts={request_id: chunk.context for request_id, chunk in self.chunks.items()},
+            running=self.running,
+            waiting=self.waiting,
+            preempted=self.output.preempted_req_ids or (),
+            gone=self.output.finished_req_ids,
         )
 
 
-class StepDone(NamedTuple):
-    step: StepStarted
+class FinishedStep(NamedTuple):
+    step: ScheduledStep
     start: float  # when the engine began it
     end: float
     result: StepResult
 
 
-class InFlight:
+class StepsInFlight:
     def __init__(self, dp_group: DpGroup | None = None) -> None:
         self._dp_group = dp_group
-        self._steps: deque[StepStarted] = deque(maxlen=MAX_IN_FLIGHT)
+        self._steps: deque[ScheduledStep] = deque(maxlen=MAX_IN_FLIGHT)
         self._last_end = 0.0
 
-    def begin(self, step: StepStarted) -> None:
+    def begin(self, step: ScheduledStep) -> None:
         self._steps.append(step)
         if self._dp_group is not None:
             self._dp_group.begin(step.number, step.scheduled_at, step.shape)
 
-    def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> StepDone | None:
-        """Return what a noted step did and how long it took."""
-        # Results arrive in order: those of earlier steps are lost.
-        steps = self._steps
-        if not steps or (
-            steps[0].output is not output and all(step.output is not output for step in steps)
-        ):
+    def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> FinishedStep | None:
+        """Return what the step of an output did and how long it took; None if it is unknown."""
+        if (step := self._pop(output)) is None:
             return None
-        while (step := steps.popleft()).output is not output:
-            pass
-        end, decodes = clock(), step.decodes
-        # The engine begins a step when the step before ends.
-        start = since = max(step.scheduled_at, min(self._last_end, end))
-        if decodes and 0 <= step.scheduled_at - self._last_end <= MAX_GAP_S:
-            # Decodes wait since the last result.
-            since = self._last_end
+        end, last_end = clock(), self._last_end
         self._last_end = end
+        # The engine begins a step when the step before ends.
+        start = since = max(step.scheduled_at, min(last_end, end))
+        if step.decodes and 0 <= step.scheduled_at - last_end <= MAX_GAP_S:
+            since = last_end  # decodes wait since the last result
         others: Sequence[StepShape] = ()
         if self._dp_group is not None:
             self._dp_group.end(step.number, end)
             # All ranks compute in the middle of the step.
             others = self._dp_group.other_shapes_at((start + end) / 2)
         chunks = list(step.chunks.values())
-        decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
-        seconds = max(end - since, MIN_STEP_S)  # a clock may be set back
+        prefill_tokens = sum([chunk.tokens for chunk in chunks])
         result = StepResult(
-            seconds, chunks, decode_tokens, decodes, step.context_tokens, step.number, others
+            seconds=max(end - since, MIN_STEP_S),  # a clock may be set back
+            chunks=chunks,
+            decode_tokens=output.total_num_scheduled_tokens - prefill_tokens,
+            decodes=step.decodes,
+            context_tokens=step.context_tokens,
+            index=step.number,
+            others=others,
         )
-        return StepDone(step, start, end, result)
+        return FinishedStep(step, start, end, result)
+
+    def _pop(self, output: SchedulerOutput) -> ScheduledStep | None:
+        """Remove the step of an output, and earlier steps: results arrive in order."""
+        for lost, step in enumerate(self._steps):
+            if step.output is output:
+                for _ in range(lost + 1):
+                    self._steps.popleft()
+                return step
+        return None
 
 
 def chunks_of(prefills: Iterable[Request], tokens: Mapping[str, int]) -> dict[str, Chunk]:

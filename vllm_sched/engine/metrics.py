@@ -166,8 +166,6 @@ class StepTally:
 
 
 class BatchHistogram(Histogram):
-    """A histogram that takes many observations at once."""
-
     def add(self, buckets: Sequence[int], seconds: float) -> None:
         for bucket, count in zip(self._buckets, buckets, strict=True):
             if count:
@@ -239,7 +237,6 @@ class Metrics:
         self._sums["requests_admitted", self._bounds["lane"]((policy, lane))] += 1
 
     def observe_hold(self, policy: str, seconds: float) -> None:
-        """Observe how long a policy held an admitted request."""
         self._child("hold_seconds", (policy,)).observe(max(seconds, 0.0))
 
     def is_due(self, now: float) -> bool:

@@ -28,7 +28,6 @@ POLL_PAUSE_US = 1000
 
 @contextmanager
 def keep_affinity() -> Iterator[None]:
-    """Restore this thread's affinity at the end."""
     before = os.sched_getaffinity(0)
     try:
         yield

@@ -21,7 +21,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_sched.engine import policy_setup, probes, vllm_compat
-from vllm_sched.engine.scheduler import PolicySteps
+from vllm_sched.engine.scheduler import PolicyMixin
 from vllm_sched.engine.vllm_compat import installed_version
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 
@@ -61,22 +61,22 @@ def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
 
 def own_class(config: VllmConfig) -> type[Scheduler] | None:
     """Return the configured scheduler class if it is ours."""
-    kind: Any = config.scheduler_config.scheduler_cls
-    if isinstance(kind, str):
-        # vLLM resolves its own classes itself.
-        if kind.startswith("vllm."):
+    scheduler_class: Any = config.scheduler_config.scheduler_cls
+    if isinstance(scheduler_class, str):
+        if scheduler_class.startswith("vllm."):
             return None
-        kind = resolve_obj_by_qualname(kind)
-    return kind if isinstance(kind, type) and issubclass(kind, PolicySteps) else None
+        scheduler_class = resolve_obj_by_qualname(scheduler_class)
+    is_ours = isinstance(scheduler_class, type) and issubclass(scheduler_class, PolicyMixin)
+    return scheduler_class if is_ours else None
 
 
 def _with_check(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     def create_engine_config(*args: Any, **kwargs: Any) -> VllmConfig:
         config = upstream(*args, **kwargs)
-        kind = own_class(config)
-        policy_setup.check(config, kind)
+        scheduler_class = own_class(config)
+        policy_setup.check_configuration(config, scheduler_class)
         release = installed_version().split("+", maxsplit=1)[0]
-        if kind is not None and release not in vllm_compat.TESTED_RELEASES:
+        if scheduler_class is not None and release not in vllm_compat.TESTED_RELEASES:
             probes.require_known_behaviour()
         compiles_logprobs(config)  # to refuse a wrong setting
         return config

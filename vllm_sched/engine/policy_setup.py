@@ -26,7 +26,7 @@ from vllm_sched.version import __version__
 CONFIG_KEY: Final = "vllm_sched"
 # Why policies contradict `prefill_schedule_interval`: while requests decode, only every n-th step
 # computes prompts.
-AGAINST_INTERVAL: Final[Mapping[str, str]] = {
+INTERVAL_CONFLICTS: Final[Mapping[str, str]] = {
     "prefill_first": "the policy pauses decodes in steps in which vLLM holds prompts, so that "
     "nothing is computed in them",
     "deferred_prefill": "both say when prompts enter, and their waits add up",
@@ -78,8 +78,8 @@ def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
     return KvGroup(manager.block_size, most, spare)
 
 
-def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
-    """Refuse an unsupported configuration; `kind` is our scheduler's class, if used."""
+def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | None = None) -> None:
+    """Refuse an unsupported configuration; `scheduler_class` is ours, if one is used."""
     facts = EngineFacts(
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -87,10 +87,10 @@ def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
         cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
-    defaults = getattr(kind, "default_policies", {})
+    defaults = getattr(scheduler_class, "default_policies", {})
     policies = registry.build({**defaults, **_given_settings(config)}, facts)
-    if kind is not None and policies:
-        refuse_unsupported(config, kind, policies)
+    if scheduler_class is not None and policies:
+        refuse_unsupported(config, scheduler_class, policies)
 
 
 def journal_settings(config: VllmConfig) -> JournalSettings | None:
@@ -108,32 +108,40 @@ def _given_settings(config: VllmConfig) -> Mapping[str, object]:
 
 
 def refuse_unsupported(
-    config: VllmConfig, kind: type[Scheduler], policies: Sequence[Policy]
+    config: VllmConfig, scheduler_class: type[Scheduler], policies: Sequence[Policy]
 ) -> None:
-    scheduling, name = config.scheduler_config, kind.__name__
     if config.model_config.is_diffusion:
         raise UsageError(
             "policies don't work with diffusion models, which need vLLM's own scheduler; "
             "start without --scheduler-cls"
         )
-    # vLLM's asynchronous scheduler has placeholders for drafts, and for tokens between pipeline
-    # stages.
-    drafts = "speculative decoding" if config.num_speculative_tokens else None
-    stages = config.parallel_config.pipeline_parallel_size
-    by = drafts or ("pipeline parallelism" if stages > 1 else None)
-    if issubclass(kind, AsyncScheduler) and not scheduling.async_scheduling and by:
+    cause = _cause_of_synchronous_scheduling(config)
+    if cause is not None and issubclass(scheduler_class, AsyncScheduler):
+        name = scheduler_class.__name__
         raise UsageError(
-            f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
+            f"this kind of {cause} turned asynchronous scheduling off, which {name} can't "
             f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
             f"--scheduler-cls vllm_sched.Sync{name}"
         )
-    interval = scheduling.prefill_schedule_interval
+    interval = config.scheduler_config.prefill_schedule_interval
     for policy in policies:
-        if interval > 1 and (why := AGAINST_INTERVAL.get(policy.name)):
+        if interval > 1 and (why := INTERVAL_CONFLICTS.get(policy.name)):
             raise UsageError(
                 f"policy {policy.name} contradicts --prefill-schedule-interval {interval}: {why}; "
                 "leave one of them out"
             )
+
+
+def _cause_of_synchronous_scheduling(config: VllmConfig) -> str | None:
+    """Return what turned asynchronous scheduling off, if an asynchronous scheduler would fail.
+
+    It has placeholders for drafts, and for tokens between pipeline stages.
+    """
+    if config.scheduler_config.async_scheduling:
+        return None
+    if config.num_speculative_tokens:
+        return "speculative decoding"
+    return "pipeline parallelism" if config.parallel_config.pipeline_parallel_size > 1 else None
 
 
 def warn_of_idle_device(scheduler: Scheduler) -> None:

@@ -21,8 +21,6 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 
 class ProbedEngine(SimulatedEngine):
-    """A scheduler of vLLM's own, without policies."""
-
     def __init__(self, kv_tokens: int = 4096) -> None:
         super().__init__(
             EngineSettings(

@@ -1,6 +1,6 @@
 """vLLM's schedulers with policies. Without policies they schedule exactly as vLLM does.
 
-`PolicySteps` overrides small methods around `super()`; `steps` has what they call.
+`PolicyMixin` overrides small methods around `super()`; `steps` has what they call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import policy_setup, vllm_compat
-from vllm_sched.engine.continuation import ContinuingScheduler
-from vllm_sched.engine.in_flight import InFlight, StepDone
-from vllm_sched.engine.journal.scheduler import JournaledScheduler
+from vllm_sched.engine.continuation import ContinuationMixin
+from vllm_sched.engine.in_flight import FinishedStep, StepsInFlight
+from vllm_sched.engine.journal.scheduler import JournalMixin
 from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
 from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.planner import StepPlanner
-from vllm_sched.engine.telemetry import SchedulerTelemetry
+from vllm_sched.engine.telemetry import TelemetryMixin
 from vllm_sched.engine.vllm_compat import UpstreamScheduler
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Policy
@@ -29,24 +29,24 @@ from vllm_sched.policies.types import Policy
 RUNNING: Final = RequestStatus.RUNNING
 
 
-class PolicySteps(UpstreamScheduler):
+class PolicyMixin(UpstreamScheduler):
     """Overrides of vLLM's scheduler that ask the policies."""
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     # vLLM's tests make schedulers without `__init__`.
-    _in_flight: InFlight | None = None
+    _in_flight: StepsInFlight | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # To look this up takes longer than to call it.
         self._upstream_lookahead: Callable[..., int] = super(
-            PolicySteps, type(self)
+            PolicyMixin, type(self)
         )._reserve_prefill_lookahead
         self._looks_ahead = vllm_compat.looks_ahead(self, self._upstream_lookahead)
         self._policies: Sequence[Policy] = policy_setup.configured_policies(
             self, self.default_policies
         )
-        self._in_flight = InFlight()
+        self._in_flight = StepsInFlight()
         # Faster to read without a default in the class.
         self._planner: StepPlanner | None = None  # None without policies
         self._chunks: StepChunks | None = None  # within a step in which policies may cut prompts
@@ -57,7 +57,7 @@ class PolicySteps(UpstreamScheduler):
         policy_setup.refuse_unsupported(self.vllm_config, type(self), self._policies)
         policy_setup.warn_of_idle_device(self)
         self._dp_group = group_of(self.vllm_config)
-        self._in_flight = InFlight(self._dp_group)
+        self._in_flight = StepsInFlight(self._dp_group)
         self._planner = StepPlanner(
             self, self._policies, clock=self.clock, note_gate=self._note_gate
         )
@@ -86,9 +86,9 @@ class PolicySteps(UpstreamScheduler):
             self.max_num_scheduled_tokens = budget
             self._chunks = None
             planner.admission.end_step()
-        started = planner.end_step(output, plan)
-        if started is not None and self._in_flight is not None:
-            self._in_flight.begin(started)
+        scheduled = planner.end_step(output, plan)
+        if scheduled is not None and self._in_flight is not None:
+            self._in_flight.begin(scheduled)
         return output
 
     def update_from_output(
@@ -104,14 +104,15 @@ class PolicySteps(UpstreamScheduler):
             super().add_request(request)
             return
         parameters = request.sampling_params
-        wishes = (parameters and parameters.extra_args) or {}
+        extra_args = (parameters.extra_args if parameters is not None else None) or {}
         for arrived in self._planner.hooks.arrived:
-            arrived(request, wishes)
+            arrived(request, extra_args)
         super().add_request(request)
         super()._enqueue_waiting_request(request)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
-        # vLLM shows the connector a new request after this call, and lanes ask the connector.
+        # A new request is left to `add_request`: lanes ask the connector, which vLLM shows the
+        # request only after this call.
         if self._planner is None or request.request_id in self.requests:
             super()._enqueue_waiting_request(request)
 
@@ -124,7 +125,7 @@ class PolicySteps(UpstreamScheduler):
         ready = bool(super()._handle_blocked_waiting_request(request))
         if not ready or self._planner is None:
             return ready
-        return not self._planner.admission.skips_adapter(request)
+        return not self._planner.admission.skip_without_adapter(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._planner is not None:
@@ -143,28 +144,24 @@ class PolicySteps(UpstreamScheduler):
             return self._upstream_lookahead(self, request, num_computed_tokens, num_new_tokens)
         return num_new_tokens if num_new_tokens > 0 else 0  # noqa: FURB136 - a call takes longer
 
-    # `SchedulerTelemetry` overrides these.
+    # `TelemetryMixin` overrides these.
 
     def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         """Note which policy's gate is closed to a lane."""
 
     def _note_limit(self, tokens: int) -> None: ...
 
-    def _learn(self, done: StepDone) -> None:
+    def _learn(self, done: FinishedStep) -> None:
         if self._planner is not None:
             for observe in self._planner.hooks.observe:
                 observe(done.result)
 
 
-class PolicyScheduler(
-    SchedulerTelemetry, JournaledScheduler, ContinuingScheduler, PolicySteps, AsyncScheduler
-):
+class PolicyScheduler(TelemetryMixin, JournalMixin, ContinuationMixin, PolicyMixin, AsyncScheduler):
     """Policies on vLLM's asynchronous scheduler, which is vLLM's default."""
 
 
-class SyncPolicyScheduler(
-    SchedulerTelemetry, JournaledScheduler, ContinuingScheduler, PolicySteps, Scheduler
-):
+class SyncPolicyScheduler(TelemetryMixin, JournalMixin, ContinuationMixin, PolicyMixin, Scheduler):
     """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling` and for CPUs."""
 
 

@@ -37,7 +37,6 @@ def alias_distribution() -> None:
 
 
 def forward_signal(number: signal.Signals) -> None:
-    """Send a signal to this process's engines."""
     for child in multiprocessing.active_children():
         if child.name.startswith(ENGINE_PROCESS_PREFIX) and child.pid is not None:
             os.kill(child.pid, number)

@@ -32,7 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_sched.cost.step_time import StepShape
-from vllm_sched.engine.in_flight import StepStarted, chunks_of
+from vllm_sched.engine.in_flight import ScheduledStep, chunks_of
 from vllm_sched.engine.policy_setup import CONFIG_KEY
 from vllm_sched.engine.scheduler import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.simulated_transfer import REMOTE_DECODE, REMOTE_PREFILL
@@ -72,7 +72,7 @@ class NewRequest:
     output_tokens: int
     # Names the text up to its n-th token. Without it the text is unique.
     name_of: Callable[[int], bytes] | None = None
-    wishes: Mapping[str, object] = field(default_factory=dict)
+    extra_args: Mapping[str, object] = field(default_factory=dict)
     priority: int = 0
     remote_prefill: bool = False
     remote_decode: bool = False
@@ -86,13 +86,13 @@ class RequestResult(NamedTuple):
 
 
 class SimulatedStep(NamedTuple):
-    started: StepStarted
+    scheduled: ScheduledStep
     shape: StepShape
     answer: ModelRunnerOutput
 
     @property
     def output(self) -> SchedulerOutput:
-        return self.started.output
+        return self.scheduled.output
 
 
 class _Virtual:
@@ -156,8 +156,6 @@ def _config(settings: EngineSettings) -> VllmConfig:
 
 
 class SimulatedEngine:
-    """A scheduler and its steps in virtual time."""
-
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         config = _config(settings)
@@ -180,7 +178,7 @@ class SimulatedEngine:
 
     def add(self, new: NewRequest, now: float) -> None:
         self.scheduler.now = now
-        extra: dict[str, Any] = dict(new.wishes)
+        extra: dict[str, Any] = dict(new.extra_args)
         if new.remote_prefill or new.remote_decode:
             extra["kv_transfer_params"] = {
                 REMOTE_PREFILL: new.remote_prefill,
@@ -232,7 +230,7 @@ class SimulatedEngine:
         prefills += scheduler.running[before:]
         requests = scheduler.requests
         chunks = chunks_of(prefills, tokens)
-        started = StepStarted(
+        scheduled = ScheduledStep(
             output,
             scheduler.current_step,
             now,
@@ -242,13 +240,13 @@ class SimulatedEngine:
             len(scheduler.running),
             len(scheduler.waiting),
         )
-        return SimulatedStep(started, started.shape, _answer(output, requests))
+        return SimulatedStep(scheduled, scheduled.shape, _answer(output, requests))
 
     def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
         self.scheduler.now = now
         if self.trace is not None:
-            begun = max(step.started.scheduled_at, self._last_result_at)
-            self.trace.record_step(step.started.note(begun, now))
+            begun = max(step.scheduled.scheduled_at, self._last_result_at)
+            self.trace.record_step(step.scheduled.traced(begun, now))
         self._last_result_at = now
         outputs = self.scheduler.update_from_output(step.output, step.answer)
         return [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,7 +19,8 @@ from vllm.v1.request import Request
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
-from vllm_sched.engine.in_flight import InFlight, StepDone, StepStarted, chunks_of
+from vllm_sched.engine.gauges import EngineGauges, label_of
+from vllm_sched.engine.in_flight import FinishedStep, ScheduledStep, StepsInFlight, chunks_of
 from vllm_sched.engine.steps.slots import admits_requests
 from vllm_sched.engine.waiting.held import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     class InstrumentedScheduler(Scheduler):
         _policies: Sequence[Policy]
-        _in_flight: InFlight | None
+        _in_flight: StepsInFlight | None
 
         def clock(self) -> float: ...
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
         def _note_limit(self, tokens: int) -> None: ...
 
-        def _learn(self, done: StepDone) -> None: ...
+        def _learn(self, done: FinishedStep) -> None: ...
 else:
     InstrumentedScheduler = object
 
@@ -47,18 +48,15 @@ FIT_EVERY: Final = 7
 PREDICT_EVERY: Final = 3
 # Requests remembered after they ran.
 MAX_GONE: Final = 64
-# Prompts have the classes of this policy's lanes.
-CLASSING_POLICY: Final = "long_prompt"
-ALL: Final = "all"
 
 
-class StepReport(NamedTuple):
-    step: StepResult
+class UncountedStep(NamedTuple):
+    result: StepResult
     seconds: float  # for which the engine computed
     model: StepTime | None  # as it was when the result came
 
 
-class SchedulerStats:
+class EngineStats:
     def __init__(
         self,
         written: metrics.Metrics | None,
@@ -70,93 +68,87 @@ class SchedulerStats:
         self.policies = policies
         self.budget = 0  # of the current step
         self.now = 0.0  # when the current step began
-        self._uncounted: list[StepReport] = []
-        self._holds: dict[LaneKey, int] = {}  # the first policy with a closed gate
+        self._uncounted: list[UncountedStep] = []
+        self._held_by: dict[LaneKey, int] = {}  # the first policy with a closed gate
         self._full = False  # no slot was free, so policies held no request
-        # By policy.
-        self._held: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
+        # By lanes, then by policy.
+        self._held_times: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
             partial(defaultdict, HeldTime)
         )
-        self._lanes: dict[str, LaneKey] = {}  # in which running requests waited
-        self._idle = False  # and written as idle
-        # A policy's fit is used if there is one.
-        fits = [
-            fit
-            for p in policies
-            if p.learns and isinstance(fit := getattr(p, "fit", None), OnlineFit)
-        ]
-        self._fit = fits[0] if fits else OnlineFit()
-        self._learns = bool(policies) and not fits
+        self._waited_in: dict[str, LaneKey] = {}  # of running requests
+        self._wrote_idle = False  # the last write showed an idle engine
+        fit_of_policy = next(filter(None, map(_fit_of, policies)), None)
+        self._fit = fit_of_policy or OnlineFit()
+        self._learns = bool(policies) and fit_of_policy is None
         self._counted = 0
-        classing = [n for n, policy in enumerate(policies) if policy.name == CLASSING_POLICY]
-        self._classing = classing[0] if classing else None
 
     # While vLLM schedules
 
     def record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if closed_by is None:
-            self._holds.pop(lanes, None)
+            self._held_by.pop(lanes, None)
         else:
-            self._holds[lanes] = closed_by
+            self._held_by[lanes] = closed_by
 
     def record_schedule(
         self, output: SchedulerOutput, number: int, running: int, queue: Any, *, full: bool
     ) -> None:
         self._full = full
         if isinstance(queue, LaneQueue):
-            for lanes in [lanes for lanes in self._holds if not queue.here[lanes]]:
-                del self._holds[lanes]
+            for lanes in [lanes for lanes in self._held_by if not queue.lane_counts.waiting[lanes]]:
+                del self._held_by[lanes]
         # Metrics drop these when they are written.
         if self.metrics is not None and isinstance(queue, LaneQueue) and queue.entered:
             self._count_entered(queue, self.metrics)
         if output.total_num_scheduled_tokens:
             return
         if self.metrics is not None:
-            self.metrics.count_step(trace.kind(0, 0), 0, 0)
+            self.metrics.count_step(trace.step_kind(0, 0), 0, 0)
         if self.file is not None and (output.finished_req_ids or output.preempted_req_ids):
-            empty = StepStarted(output, number, self.now, self.budget, {}, 0, running, len(queue))
-            self.file.trace.record_step(empty.note(self.now, self.now))
+            empty = ScheduledStep(output, number, self.now, self.budget, {}, 0, running, len(queue))
+            self.file.trace.record_step(empty.traced(self.now, self.now))
 
     def begin_step(self, now: float, budget: int) -> None:
-        if self._holds and not self._full and self.metrics is not None:
-            for lanes, policy in self._holds.items():
-                self._held[lanes][policy].add(self.now, now)
+        if self._held_by and not self._full and self.metrics is not None:
+            for lanes, policy in self._held_by.items():
+                self._held_times[lanes][policy].add(self.now, now)
         self.now = now
         self.budget = budget
 
     def _count_entered(self, queue: LaneQueue, written: metrics.Metrics) -> None:
         for request, (since, lanes) in queue.entered.items():
-            self._lanes[request.request_id] = lanes
+            self._waited_in[request.request_id] = lanes
             for policy, lane in zip(self.policies, lanes, strict=True):
                 written.count_admission(policy.name, label_of(lane))
-            if lanes in self._held:
-                for number, held in self._held[lanes].items():
+            if lanes in self._held_times:
+                for number, held in self._held_times[lanes].items():
                     if seconds := held.since(since):
                         written.observe_hold(self.policies[number].name, seconds)
 
     # When a result arrives
 
-    def record_done(self, done: StepDone) -> None:
+    def record_done(self, done: FinishedStep) -> None:
         if self.metrics is not None:
             # It is faster to count many at once.
             seconds = done.end - done.start
-            self._uncounted.append(StepReport(done.result, seconds, self._fit.model))
+            self._uncounted.append(UncountedStep(done.result, seconds, self._fit.model))
         if self.file is not None:
-            self.file.trace.record_step(done.step.note(done.start, done.end))
+            self.file.trace.record_step(done.step.traced(done.start, done.end))
 
     def _count_steps(self, written: metrics.Metrics) -> None:
         """Count steps, and compare some with their prediction."""
-        for step, seconds, model_then in self._uncounted:
-            kind = trace.kind(len(step.chunks), step.decodes)
-            prefill = sum([chunk.tokens for chunk in step.chunks])
-            written.count_step(kind, prefill, step.decode_tokens, seconds)
+        for result, seconds, model_then in self._uncounted:
+            kind = trace.step_kind(len(result.chunks), result.decodes)
+            prefill = sum([chunk.tokens for chunk in result.chunks])
+            written.count_step(kind, prefill, result.decode_tokens, seconds)
+            # A policy's fit has learned from these steps already; our own has not.
             model = self._fit.model if self._learns else model_then
             self._counted += 1
-            shape = self._fit.slowest(step.shape, step.others)
+            shape = self._fit.slowest(result.shape, result.others)
             if model is not None and self._counted % PREDICT_EVERY == 0:
-                written.count_prediction(kind, model.seconds(shape), step.seconds)
+                written.count_prediction(kind, model.seconds(shape), result.seconds)
             if self._learns and (model is None or self._counted % FIT_EVERY == 0):
-                self._fit.observe(shape, step.seconds)
+                self._fit.observe(shape, result.seconds)
         self._uncounted.clear()
 
     # When metrics are due
@@ -168,102 +160,41 @@ class SchedulerStats:
         if (written := self.metrics) is None:
             return
         idle = not running and not len(queue)
-        if written.is_due(now) or (idle and not self._idle):
+        if written.is_due(now) or (idle and not self._wrote_idle):
             self._count_steps(written)
+            if len(self._waited_in) > 2 * len(running) + MAX_GONE:
+                self._forget_ended(running)
             written.write(self._state(running, queue, full=full), now)
-        self._idle = idle
+        self._wrote_idle = idle
+
+    def _forget_ended(self, running: Sequence[Request]) -> None:
+        ids = {request.request_id for request in running}
+        self._waited_in = {name: lanes for name, lanes in self._waited_in.items() if name in ids}
 
     def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.EngineState:
-        state = metrics.EngineState()
-        gauges = state.gauges
-        lane_of = self._lanes.get
-        came_from = [lane_of(request.request_id, ()) for request in running]
-        if len(self._lanes) > 2 * len(running) + MAX_GONE:
-            here = zip(running, came_from, strict=True)
-            self._lanes = {request.request_id: lanes for request, lanes in here if lanes}
-        if isinstance(queue, LaneQueue):
-            self._queue_gauges(gauges, queue)
-            self._running_gauges(gauges, came_from)
-            self._held_gauges(gauges, queue, {} if full else self._holds)
-        else:
-            gauges["requests_waiting"][metrics.NO_POLICY, ALL] = len(queue)
-            gauges["requests_running"][metrics.NO_POLICY, ALL] = len(running)
-            waiting = sum([r.num_tokens - r.num_computed_tokens for r in queue])
-            gauges["prefill_backlog_tokens"][ALL,] = waiting
-        self._running_prefills(gauges, running)
+        held_by = {} if full else self._held_by
+        gauges = EngineGauges(self.policies, running, self._waited_in).read(queue, held_by)
         gauges["step_budget_tokens"][()] = self.budget
         if (model := self._fit.model) is not None:
             for name, seconds in model.to_json().items():
                 gauges["step_time_coefficient_seconds"][name.removesuffix("_s"),] = seconds
-        state.policy_gauges = {
-            (p.name, name): value for p in self.policies for name, value in p.gauges().items()
-        }
-        state.policy_counters = {
-            (p.name, name): value for p in self.policies for name, value in p.counters().items()
-        }
-        return state
-
-    def _queue_gauges(self, gauges: metrics.Gauges, queue: LaneQueue) -> None:
-        waiting, oldest = gauges["requests_waiting"], gauges["oldest_wait_seconds"]
-        for policy, counts in zip(self.policies, queue.counts, strict=True):
-            for lane, count in counts.items():
-                key = policy.name, label_of(lane)
-                waiting[key] = waiting.get(key, 0.0) + count.requests
-                oldest[key] = 0.0
-        for lanes, waited in queue.waits():
-            for policy, lane in zip(self.policies, lanes, strict=True):
-                key = policy.name, label_of(lane)
-                oldest[key] = max(oldest[key], waited)
-        backlog = gauges["prefill_backlog_tokens"]
-        for lane, count in queue.counts[self._classing or 0].items():
-            name = ALL if self._classing is None else label_of(lane)
-            backlog[name,] = backlog.get((name,), 0) + count.tokens
-
-    def _running_gauges(self, gauges: metrics.Gauges, came_from: list[LaneKey]) -> None:
-        running = gauges["requests_running"] = defaultdict(float)
-        for lanes, requests in Counter(came_from).items():
-            for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
-                running[policy.name, label_of(lane)] += requests
-
-    def _held_gauges(
-        self, gauges: metrics.Gauges, queue: LaneQueue, holds: Mapping[LaneKey, int]
-    ) -> None:
-        none: dict[tuple[str, ...], float] = {
-            (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
-        }
-        held = gauges["requests_held"] = defaultdict(float, none)
-        for lanes, number in holds.items():
-            if waiting_here := queue.here[lanes]:
-                policy = self.policies[number]
-                held[policy.name, policy.held_reason(lanes[number])] += waiting_here
-
-    @property
-    def _no_lanes(self) -> LaneKey:
-        """Return the lanes of requests that entered without a gate."""
-        return (metrics.OTHER,) * len(self.policies)
-
-    def _running_prefills(self, gauges: metrics.Gauges, running: Sequence[Request]) -> None:
-        backlog, count = gauges["prefill_backlog_tokens"], gauges["prefills_running"]
-        count.update(dict.fromkeys(backlog, 0))
-        for request in running:
-            if not request.is_prefill_chunk:
-                continue
-            lanes = self._lanes.get(request.request_id)
-            name = label_of(lanes[self._classing]) if self._classing is not None and lanes else ALL
-            left = request.num_tokens - request.num_computed_tokens
-            backlog[name,] = backlog.get((name,), 0) + left
-            count[name,] = count.get((name,), 0) + 1
+        return metrics.EngineState(
+            gauges,
+            {(p.name, name): value for p in self.policies for name, value in p.gauges().items()},
+            {(p.name, name): value for p in self.policies for name, value in p.counters().items()},
+        )
 
 
-def label_of(lane: str) -> str:
-    """Return the name of a lane for metrics: `long` for `long/15`, and ALL for a single lane."""
-    return lane.partition("/")[0] or ALL
+def _fit_of(policy: Policy) -> OnlineFit | None:
+    """Return the fit that already observes every step, if the policy has one."""
+    fit = getattr(policy, "fit", None)
+    return fit if policy.learns and isinstance(fit, OnlineFit) else None
 
 
-class SchedulerTelemetry(InstrumentedScheduler):
+class TelemetryMixin(InstrumentedScheduler):
     """Shows what the scheduler after this class does."""
 
-    _telemetry: SchedulerStats | None = None
+    _telemetry: EngineStats | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -277,7 +208,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
             written.set_fact("info", 1, __version__, type(self).__name__, policies)
             written.set_fact("start_time_seconds", time.time())
         if file is not None or written is not None:
-            self._telemetry = SchedulerStats(written, file, self._policies)
+            self._telemetry = EngineStats(written, file, self._policies)
         if file is not None:
             _on_signal(file, self.clock)
 
@@ -294,7 +225,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         try:
             if prefills is not None:
                 prefills += self.running[before:]
-                self._note(output, prefills, stats)
+                self._record_scheduled(output, prefills, stats)
             # Without a free slot no policy holds a request.
             running, full = len(self.running), not admits_requests(self)
             stats.record_schedule(output, self.current_step, running, self.waiting, full=full)
@@ -314,15 +245,15 @@ class SchedulerTelemetry(InstrumentedScheduler):
                 self._turn_off()
         return outputs
 
-    def _note(
-        self, output: SchedulerOutput, prefills: Sequence[Request], stats: SchedulerStats
+    def _record_scheduled(
+        self, output: SchedulerOutput, prefills: Sequence[Request], stats: EngineStats
     ) -> None:
         if not output.total_num_scheduled_tokens or self._in_flight is None:
             return
         chunks = chunks_of(prefills, output.num_scheduled_tokens)
         running, waiting = len(self.running), len(self.waiting)
         self._in_flight.begin(
-            StepStarted(
+            ScheduledStep(
                 output, self.current_step, stats.now, stats.budget, chunks, 0, running, waiting
             )
         )
@@ -335,7 +266,7 @@ class SchedulerTelemetry(InstrumentedScheduler):
         if self._telemetry is not None:
             self._telemetry.budget = tokens
 
-    def _learn(self, done: StepDone) -> None:
+    def _learn(self, done: FinishedStep) -> None:
         if self._telemetry is not None:
             try:
                 self._telemetry.record_done(done)
@@ -362,7 +293,6 @@ class SchedulerTelemetry(InstrumentedScheduler):
 
 
 def _model_name(config: Any) -> str:
-    """Return the model's name in vLLM's own metrics."""
     served = config.served_model_name
     return str(served[0] if isinstance(served, list) else served or config.model)
 

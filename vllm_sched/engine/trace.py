@@ -31,15 +31,13 @@ ENGINE, REQUESTS = 1, 2  # Perfetto's processes: groups of tracks
 MICRO = 1e6
 
 
-class QueuedRequest(NamedTuple):
+class TracedArrival(NamedTuple):
     at: float
     request_id: str
     prompt_tokens: int
 
 
-class StepNote(NamedTuple):
-    """A step that ended."""
-
+class TracedStep(NamedTuple):
     number: int
     start: float
     end: float
@@ -57,10 +55,10 @@ class StepNote(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return kind(len(self.contexts), len(self.tokens) - len(self.contexts))
+        return step_kind(len(self.contexts), len(self.tokens) - len(self.contexts))
 
 
-def kind(prefills: int, decodes: int) -> str:
+def step_kind(prefills: int, decodes: int) -> str:
     if prefills:
         return "mixed" if decodes else "prefill"
     return "decode" if decodes else "empty"
@@ -72,34 +70,34 @@ class EngineTrace:
     def __init__(self, most_entries: int = MAX_ENTRIES) -> None:
         self._most = most_entries
         self._entries = 0
-        self._log: deque[QueuedRequest | StepNote] = deque()
+        self._log: deque[TracedArrival | TracedStep] = deque()
 
     def __len__(self) -> int:
         """Return the entries: 1 per arrival, 1 + requests per step."""
         return self._entries
 
     def record_arrival(self, at: float, request_id: str, prompt_tokens: int) -> None:
-        self._append(QueuedRequest(at, request_id, prompt_tokens), 1)
+        self._append(TracedArrival(at, request_id, prompt_tokens), 1)
 
-    def record_step(self, step: StepNote) -> None:
+    def record_step(self, step: TracedStep) -> None:
         """Note a step that ended, in the order of scheduling."""
         self._append(step, 1 + len(step.tokens))
 
-    def _append(self, entry: QueuedRequest | StepNote, entries: int) -> None:
+    def _append(self, entry: TracedArrival | TracedStep, entries: int) -> None:
         self._log.append(entry)
         self._entries += entries
         while self._entries > self._most:
             dropped = self._log.popleft()
-            self._entries -= 1 if isinstance(dropped, QueuedRequest) else 1 + len(dropped.tokens)
+            self._entries -= 1 if isinstance(dropped, TracedArrival) else 1 + len(dropped.tokens)
 
-    def copy(self) -> list[QueuedRequest | StepNote]:
+    def copy(self) -> list[TracedArrival | TracedStep]:
         return list(self._log)
 
 
 @dataclass(slots=True)
 class _Track:
     number: int
-    out_since: float | None  # None while it runs
+    idle_since: float | None  # None while it runs
     phase: str = "waiting"
     last: float = 0.0  # end of the last step
 
@@ -110,37 +108,37 @@ class _Replay:
         self._numbers = itertools.count(1)
 
     def events(
-        self, log: Iterable[QueuedRequest | StepNote], now: float, engine: str
+        self, log: Iterable[TracedArrival | TracedStep], now: float, engine: str
     ) -> Iterator[str]:
         yield _named("process_name", ENGINE, 0, f"engine {engine}")
         yield _named("process_name", REQUESTS, 0, f"requests on engine {engine}")
         yield _named("thread_name", ENGINE, 1, "steps")
         for entry in log:
-            if isinstance(entry, QueuedRequest):
+            if isinstance(entry, TracedArrival):
                 yield self._begin(entry.request_id, f"{entry.prompt_tokens:,} tokens", entry.at)
             else:
                 yield from self._step(entry)
         for track in self._tracks.values():
-            yield from _out_until(track, now)
+            yield from _idle_until(track, now)
 
-    def _begin(self, request_id: str, what: str, out_since: float | None) -> str:
-        track = self._tracks[request_id] = _Track(next(self._numbers), out_since)
+    def _begin(self, request_id: str, what: str, idle_since: float | None) -> str:
+        track = self._tracks[request_id] = _Track(next(self._numbers), idle_since)
         return _named("thread_name", REQUESTS, track.number, f"{request_id} ({what})")
 
-    def _step(self, step: StepNote) -> Iterator[str]:
+    def _step(self, step: TracedStep) -> Iterator[str]:
         for request_id in step.gone:
             if (track := self._tracks.pop(request_id, None)) is not None:
-                yield from _out_until(track, step.start)
+                yield from _idle_until(track, step.start)
         for request_id in step.preempted:
             if (track := self._tracks.get(request_id)) is not None:
-                track.out_since, track.phase = max(track.last, step.start), "preempted"
+                track.idle_since, track.phase = max(track.last, step.start), "preempted"
         if step.tokens:
             yield from self._engine_events(step)
             for request_id, tokens in step.tokens.items():
                 yield from self._request_events(step, request_id, tokens)
 
     @staticmethod
-    def _engine_events(step: StepNote) -> Iterator[str]:
+    def _engine_events(step: TracedStep) -> Iterator[str]:
         prefill = step.prefill_tokens
         total = sum(step.tokens.values())
         prefills = len(step.contexts)
@@ -155,11 +153,11 @@ class _Replay:
         counts = f'"running":{step.running},"waiting":{step.waiting}'
         yield _counter("requests", step.start, counts)
 
-    def _request_events(self, step: StepNote, request_id: str, tokens: int) -> Iterator[str]:
+    def _request_events(self, step: TracedStep, request_id: str, tokens: int) -> Iterator[str]:
         if request_id not in self._tracks:  # its arrival was dropped
             yield self._begin(request_id, "came before", None)
         track = self._tracks[request_id]
-        yield from _out_until(track, step.start)
+        yield from _idle_until(track, step.start)
         name, facts = "decode", f'"tokens":{tokens}'
         if (context := step.contexts.get(request_id)) is not None:
             name, facts = "prefill", f'{facts},"computed_before":{context}'
@@ -167,13 +165,15 @@ class _Replay:
         track.last = step.end
 
 
-def _out_until(track: _Track, now: float) -> Iterator[str]:
-    if track.out_since is not None:
-        yield _slice(REQUESTS, track.number, track.phase, track.out_since, now)
-        track.out_since = None
+def _idle_until(track: _Track, now: float) -> Iterator[str]:
+    if track.idle_since is not None:
+        yield _slice(REQUESTS, track.number, track.phase, track.idle_since, now)
+        track.idle_since = None
 
 
-def chrome(log: Iterable[QueuedRequest | StepNote], now: float, engine: str = "0") -> Iterator[str]:
+def chrome_trace(
+    log: Iterable[TracedArrival | TracedStep], now: float, engine: str = "0"
+) -> Iterator[str]:
     yield '{"displayTimeUnit":"ms","otherData":{"clock":"monotonic"},"traceEvents":[\n'
     before = ""
     for event in _Replay().events(log, now, engine):
@@ -223,7 +223,7 @@ class TraceFile:
             begun = self.path.with_name(f"{self.path.name}.part")
             try:
                 with begun.open("w", encoding="utf-8") as file:
-                    file.writelines(chrome(log, now, self._engine))
+                    file.writelines(chrome_trace(log, now, self._engine))
                 begun.replace(self.path)
             except OSError as error:  # the engine survives a full disk
                 logger.error("the trace could not be written to %s: %s", self.path, error)

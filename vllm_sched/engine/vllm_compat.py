@@ -10,7 +10,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_sched.errors import UnsupportedVllmError
 
@@ -29,70 +29,85 @@ TESTED = ((0, 31), (0, 34))
 # Tested by `make versions`; other releases are probed at start.
 TESTED_RELEASES = ("0.31.0", "0.32.0", "0.33.0")
 OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
+# vLLM may shorten chunks for a drafter that reads this many tokens ahead.
+MIN_LOOKAHEAD_TOKENS = 2
 
-# Methods and parameters that we use.
-METHODS: dict[str, tuple[str, ...]] = {
-    "schedule": (),
-    "update_from_output": ("scheduler_output",),
-    "add_request": ("request",),
-    "_free_request": ("request",),
-    "_enqueue_waiting_request": ("request",),
-    "reset_prefix_cache": (),
-    "_handle_blocked_waiting_request": ("request",),
-    "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
-    "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
-}
-# By module and class.
-CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): {
-        "prefix_cache_lookup_enabled": ("request",),
-        "usage": (),
+
+class UsedNames(NamedTuple):
+    """The names of one of vLLM's classes that we use."""
+
+    methods: Mapping[str, tuple[str, ...]] = {}  # with the parameters that we use
+    fields: tuple[str, ...] = ()  # attributes that its constructor assigns
+
+
+SCHEDULER = UsedNames(
+    methods={
+        "schedule": (),
+        "update_from_output": ("scheduler_output",),
+        "add_request": ("request",),
+        "_free_request": ("request",),
+        "_enqueue_waiting_request": ("request",),
+        "reset_prefix_cache": (),
+        "_handle_blocked_waiting_request": ("request",),
+        "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
+        "_mamba_block_aligned_split": (
+            "request", "num_new_tokens", "num_new_local_computed_tokens"
+        ),
     },
-    ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator"): {
-        "find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
-    },
-    ("vllm.v1.core.block_pool", "BlockPool"): {
+    fields=(
+        "waiting", "kv_holding_waiting", "running", "_inflight_prefills",
+        "finished_recving_kv_req_ids", "max_num_active_reqs", "num_waiting_for_streaming_input",
+        "lora_config", "max_num_scheduled_tokens", "current_step", "pause_state", "connector",
+        "kv_cache_manager", "need_mamba_block_aligned_split", "policy", "requests",
+        "num_spec_tokens", "max_model_len", "max_num_running_reqs", "block_size", "use_pp",
+        "vllm_config", "scheduler_config", "cache_config", "kv_cache_config", "parallel_config",
+    ),
+)  # fmt: skip
+KV_CACHE_MANAGER = UsedNames(
+    {"prefix_cache_lookup_enabled": ("request",), "usage": ()},
+    ("block_pool", "coordinator", "watermark_blocks"),
+)
+USED_NAMES: Mapping[str, UsedNames] = {
+    "vllm.v1.core.sched.scheduler.Scheduler": SCHEDULER,
+    "vllm.v1.request.Request": UsedNames(
+        fields=(
+            "is_prefill_chunk", "next_decode_eligible_step", "has_encoder_inputs", "mm_features",
+            "lora_request", "structured_output_request", "skip_reading_prefix_cache",
+            "prefill_stats",
+        )
+    ),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": KV_CACHE_MANAGER,
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": UsedNames(
+        {"find_longest_cache_hit": ("block_hashes", "max_cache_hit_length")},
+        ("single_type_managers",),
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": UsedNames(
+        fields=("block_size", "kv_cache_spec")
+    ),
+    "vllm.v1.core.block_pool.BlockPool": UsedNames({
         "cache_full_blocks": (
             "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size",
             "kv_cache_group_id",
         ),
         "reset_prefix_cache": (),
-    },
-    ("vllm.v1.core.block_pool", "BlockHashToBlockMap"): {
-        "pop": ("key", "block_id"),
-        "get_one_block": ("key",),
-    },
-    ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector"): {
-        "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
-        "sub_connectors": (),
-    },
-    ("vllm.v1.structured_output", "StructuredOutputManager"): {
-        "accept_tokens": ("request", "new_token_ids"),
-    },
-    ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
+    }),
+    "vllm.v1.core.block_pool.BlockHashToBlockMap": UsedNames(
+        {"pop": ("key", "block_id"), "get_one_block": ("key",)}
+    ),
+    # The connector that would pin the blocks that it is asked about.
+    "vllm.v1.simple_kv_offload.manager.SimpleCPUOffloadScheduler": UsedNames(
+        fields=("block_size", "hash_block_size", "cpu_coordinator")
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector": UsedNames(
+        {"get_num_new_matched_tokens": ("request", "num_computed_tokens"), "sub_connectors": ()}
+    ),
+    "vllm.v1.structured_output.StructuredOutputManager": UsedNames(
+        {"accept_tokens": ("request", "new_token_ids")}
+    ),
+    "vllm.v1.structured_output.request.StructuredOutputRequest": UsedNames(
+        {"is_grammar_ready": ()}
+    ),
 }  # fmt: skip
-# Attributes of the KV cache manager.
-CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
-# Attributes of the manager of each KV cache group.
-GROUP_FIELDS = ("block_size", "kv_cache_spec")
-# Attributes of a request.
-REQUEST_FIELDS = (
-    "is_prefill_chunk", "next_decode_eligible_step", "has_encoder_inputs", "mm_features",
-    "lora_request", "structured_output_request", "skip_reading_prefix_cache", "prefill_stats",
-)  # fmt: skip
-# Attributes of the offloading connector that pins the blocks that it is asked about.
-OFFLOAD_FIELDS = ("block_size", "hash_block_size", "cpu_coordinator")
-# vLLM may shorten chunks for a drafter that reads this many tokens ahead.
-MIN_LOOKAHEAD_TOKENS = 2
-# Attributes of a scheduler.
-ATTRIBUTES = (
-    "waiting", "kv_holding_waiting", "running", "_inflight_prefills", "finished_recving_kv_req_ids",
-    "max_num_active_reqs", "num_waiting_for_streaming_input", "lora_config",
-    "max_num_scheduled_tokens", "current_step", "pause_state", "connector", "kv_cache_manager",
-    "need_mamba_block_aligned_split", "policy", "requests", "num_spec_tokens", "max_model_len",
-    "max_num_running_reqs", "block_size", "use_pp", "vllm_config", "scheduler_config",
-    "cache_config", "kv_cache_config", "parallel_config",
-)  # fmt: skip
 
 
 def installed_version() -> str:
@@ -129,21 +144,11 @@ def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
 
 def missing_seams() -> list[str]:
     """Return the names that the installed vLLM lacks."""
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-    from vllm.v1.request import Request
-    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-
-    missing = missing_methods(Scheduler, METHODS) + missing_fields(Scheduler, ATTRIBUTES)
-    missing += missing_fields(Request, REQUEST_FIELDS)
-    missing += missing_fields(KVCacheManager, CACHE_FIELDS)
-    missing += missing_fields(KVCacheCoordinator, ("single_type_managers",))
-    missing += missing_fields(SimpleCPUOffloadScheduler, OFFLOAD_FIELDS)
-    missing += missing_fields(SingleTypeKVCacheManager, GROUP_FIELDS)
-    for (module, name), wanted in CACHE_METHODS.items():
-        missing += missing_methods(getattr(importlib.import_module(module), name), wanted)
+    missing = []
+    for path, names in USED_NAMES.items():
+        module, _, name = path.rpartition(".")
+        owner = getattr(importlib.import_module(module), name)
+        missing += missing_methods(owner, names.methods) + missing_fields(owner, names.fields)
     return missing
 
 
@@ -151,11 +156,10 @@ def looks_ahead(scheduler: Any, method: Any) -> bool:
     """Return whether vLLM's `_reserve_prefill_lookahead` can change a chunk."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    known = method is Scheduler._reserve_prefill_lookahead
-    return (
-        not known
-        or getattr(scheduler, "num_prefill_lookahead", MIN_LOOKAHEAD_TOKENS) >= MIN_LOOKAHEAD_TOKENS
-    )
+    if method is not Scheduler._reserve_prefill_lookahead:  # another class overrides it
+        return True
+    ahead = getattr(scheduler, "num_prefill_lookahead", MIN_LOOKAHEAD_TOKENS)
+    return bool(ahead >= MIN_LOOKAHEAD_TOKENS)
 
 
 def require_tested_vllm() -> None:

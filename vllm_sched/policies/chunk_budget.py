@@ -72,7 +72,7 @@ class ChunkBudget(Policy):
     name: ClassVar[str] = "chunk_budget"
     settings_type: ClassVar[type[Settings]] = ChunkBudgetSettings
     settings: ChunkBudgetSettings
-    arranges = True  # a prefill before decodes would take their tokens
+    sorts_running = True  # a prefill before decodes would take their tokens
 
     def __init__(self, facts: EngineFacts, settings: ChunkBudgetSettings) -> None:
         super().__init__(facts, settings)
@@ -88,16 +88,16 @@ class ChunkBudget(Policy):
         self.error = PredictionError()
         self._measured = MeasuredChunk(facts.max_num_batched_tokens, settings.min_chunk)
         self._longest_context = 1.0  # tokens before the middle of any chunk so far
-        self._gap_s = max(settings.itl_ms / 1000, sys.float_info.min)
+        self._usual_gap_s = max(settings.itl_ms / 1000, sys.float_info.min)
         self._stages = facts.pipeline_stages
-        self._itl_s = max(self._gap_s / self._stages, sys.float_info.min)  # of one step
+        self._itl_s = max(self._usual_gap_s / self._stages, sys.float_info.min)  # of one step
         # Shape and seconds of the steps of the last gap.
-        self._gap: deque[tuple[StepShape, float]] = deque(maxlen=self._stages)
+        self._steps_of_gap: deque[tuple[StepShape, float]] = deque(maxlen=self._stages)
         self._tokens = facts.max_num_batched_tokens  # prefill tokens of the last budget
         self._predicted_s = 0.0
-        # Index and time limit of steps without a result.
-        self._limits: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
-        self._gaps: dict[str, float] = {}  # that requests ask for
+        # Index and time limit.
+        self._limits_in_flight: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
+        self._requested_gaps_s: dict[str, float] = {}  # by request
         self._slack_steps = 0
         self._long_steps = 0
 
@@ -112,15 +112,14 @@ class ChunkBudget(Policy):
         step_s = settings.itl_ms / 1000 / FLUID_MARGIN
         return FluidEffects(mixed_steps=MixedStepLimit(step_s=step_s, min_chunk=settings.min_chunk))
 
-    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        if (gap_s := targets_in(wishes).each_s) is not None:
-            self._gaps[request.request_id] = gap_s
+    def arrived(self, request: RequestView, extra_args: Mapping[str, object]) -> None:
+        if (gap_s := targets_in(extra_args).each_s) is not None:
+            self._requested_gaps_s[request.request_id] = gap_s
 
     def departed(self, request: RequestView, now: float) -> None:
-        self._gaps.pop(request.request_id, None)
+        self._requested_gaps_s.pop(request.request_id, None)
 
     def budget(self, step: Step) -> int:
-        """Return the largest budget that keeps decodes on time."""
         self._step, self._prefill = step, None
         if not step.decodes:
             return self._with_decodes(step, step.budget)
@@ -129,7 +128,7 @@ class ChunkBudget(Policy):
             return self._with_decodes(step, settings.chunk)
         extrapolation = self._extrapolation(step)
         allowed_s = self._allowed_s(step)
-        self._limits.append((step.index, allowed_s))
+        self._limits_in_flight.append((step.index, allowed_s))
         measured = self._measured
         if (model := self.fit.model) is None:
             tokens = int(min(measured.tokens, measured.fitting / extrapolation))
@@ -182,17 +181,17 @@ class ChunkBudget(Policy):
         return allowed_s
 
     def _least_gap_s(self, step: Step) -> float:
-        if not (known := self._gaps):
-            return self._gap_s
-        gaps = (known.get(request.request_id, self._gap_s) for request in step.decoding)
-        return max(min(gaps, default=self._gap_s), sys.float_info.min)
+        if not (known := self._requested_gaps_s):
+            return self._usual_gap_s
+        gaps = (known.get(request.request_id, self._usual_gap_s) for request in step.decoding)
+        return max(min(gaps, default=self._usual_gap_s), sys.float_info.min)
 
     def _is_at_risk(self, step: Step, itl_s: float, ttft_s: float) -> bool:
         """Return whether a prompt will be late at the current pace."""
         pace = max(min(self._tokens, self._measured.tokens), 1.0) / itl_s
-        before, head = 0, step.may_enter()
+        before, head = 0, step.next_to_enter()
         for request in step.prefills if head is None else (*step.prefills, head):
-            before += step.left(request)
+            before += step.tokens_left(request)
             due = request.arrival_time + step.clock_offset + ttft_s
             if step.now + before / pace > due:
                 return True
@@ -201,29 +200,29 @@ class ChunkBudget(Policy):
     def observe(self, result: StepResult) -> None:
         if not self.learns:
             return
-        allowed_s = self._limit_of(result.index)
+        allowed_s = self._pop_limit(result.index)
         shape, seconds = self.fit.slowest(result.shape, result.others), result.seconds
-        self._gap.append((shape, seconds))
+        self._steps_of_gap.append((shape, seconds))
         tokens = shape.prefill_tokens
         for chunk in result.chunks:
             middle = chunk.context + chunk.tokens / 2
             self._longest_context = max(self._longest_context, middle)
         if tokens >= MIN_PREFILL_TOKENS and shape.decodes:
             # With stages, a long step also delays the results of the steps before it.
-            self._compare(tokens, fmean([took for _, took in self._gap]), allowed_s)
+            self._learn_error(tokens, fmean([took for _, took in self._steps_of_gap]), allowed_s)
         self.fit.observe(shape, seconds)
 
-    def _limit_of(self, index: int) -> float:
+    def _pop_limit(self, index: int) -> float:
         allowed_s = self._itl_s
-        while self._limits and self._limits[0][0] <= index:
-            number, limit = self._limits.popleft()
+        while self._limits_in_flight and self._limits_in_flight[0][0] <= index:
+            number, limit = self._limits_in_flight.popleft()
             allowed_s = limit if number == index else allowed_s
         return allowed_s
 
-    def _compare(self, tokens: int, seconds: float, allowed_s: float) -> None:
+    def _learn_error(self, tokens: int, seconds: float, allowed_s: float) -> None:
         error, measured = self.error, self._measured
         if (model := self.fit.model) is not None:
-            self._predicted_s = fmean([model.seconds(shape) for shape, _ in self._gap])
+            self._predicted_s = fmean([model.seconds(shape) for shape, _ in self._steps_of_gap])
             # Steps full in time with few tokens count: otherwise a large drift would never fall.
             planned_s = self._predicted_s * error.margin * error.drift
             full = measured.is_full(tokens) or planned_s >= PLANNED_FULL_SHARE * allowed_s

@@ -120,7 +120,7 @@ class DeferredPrefill(Policy):
         return lane
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        waiting = lanes.get(DEFERRABLE, EMPTY).asking
+        waiting = lanes.get(DEFERRABLE, EMPTY).admissible
         before, self._step = self._step, step
         free_before, self._free_left = self._free_left, step.free_slots
         slots_full = free_before <= 0 or step.free_slots <= 0

@@ -28,8 +28,6 @@ class LongPromptLimits:
 
 @dataclass(frozen=True, slots=True)
 class MixedStepLimit:
-    """A limit on the prefill of steps with decodes."""
-
     step_s: float | None = None  # longest step
     chunk: int | None = None  # prefill tokens, instead of by time
     min_chunk: int = 1

@@ -4,7 +4,7 @@ Idea: urgent requests enter first. Batch requests enter while no other request w
 slots and KV blocks free. Prefill is in the order of the lanes; an urgent newcomer gets up to half
 of a step, and batch prompts a share. A request's lane is `"vllm_xargs": {"lane": "batch"}`, else
 its `priority`: below 0 is urgent, above 0 is batch. In a lane the earliest deadline goes first; a
-request without one, or too late for it, has `max_wait_s`. After `max_wait_s` the front of a lane
+request without one, or too late for it, has `max_wait_s`. After `max_wait_s` the head of a lane
 goes first, one request per lane at a time, in turns with urgent requests that wait too long.
 Source: classes of service (Llumnix, QLM) and Borg's batch tier.
 Cost per step: O(running prefills).
@@ -74,9 +74,9 @@ class Lanes(Policy):
     settings_type: ClassVar[type[Settings]] = LanesSettings
     held_reasons = ("others_wait", "others_prefill", "reserve")
     settings: LanesSettings
-    arranges = True
-    classes = True
-    reclassed: int = 0
+    sorts_running = True
+    has_classes = True
+    class_changes: int = 0
 
     def __init__(self, facts: EngineFacts, settings: LanesSettings) -> None:
         super().__init__(facts, settings)
@@ -105,13 +105,13 @@ class Lanes(Policy):
     def fluid_effects(self) -> FluidEffects:
         return FluidEffects(ignored=True)
 
-    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
-        lane = wishes.get("lane")
+    def arrived(self, request: RequestView, extra_args: Mapping[str, object]) -> None:
+        lane = extra_args.get("lane")
         if isinstance(lane, str) and lane in PLACES:
             self._asked[request.request_id] = lane
         elif lane is not None:
             self._unknown += 1  # too late to refuse the request; its priority applies
-        if (left_s := targets_in(wishes).first_s) is not None:
+        if (left_s := targets_in(extra_args).first_s) is not None:
             self._left_s[request.request_id] = left_s
 
     def due(self, request: RequestView, since: float) -> float:
@@ -146,7 +146,7 @@ class Lanes(Policy):
 
     def _others_wait(self) -> bool:
         # Requests that the engine cannot start do not hold batch.
-        return any(self._waiting.get(lane, EMPTY).able for lane in (URGENT, NORMAL))
+        return any(self._waiting.get(lane, EMPTY).startable for lane in (URGENT, NORMAL))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold batch while other lanes wait or prefill, or if only the reserve is free."""
@@ -183,14 +183,14 @@ class Lanes(Policy):
             self._urgents_turn = True
             if is_new:
                 self._overdue.release(lane, name)
-                self.reclassed += 1
+                self.class_changes += 1
         self._running.add(name, lane, self._step.now)
         self._free_slots -= 1
         self._kv_free -= self.facts.kv_share(request)
 
     def departed(self, request: RequestView, now: float) -> None:
         name = request.request_id
-        self.reclassed += self._overdue.record_departure(self.lane(request), name)
+        self.class_changes += self._overdue.record_departure(self.lane(request), name)
         self._asked.pop(name, None)
         self._left_s.pop(name, None)
         self._running.discard(name)
@@ -224,10 +224,10 @@ class Lanes(Policy):
         shares = self._shares
         if request.request_id not in self._running.requests:
             return tokens  # a newcomer
-        left = shares.remaining("others", self._share_of_others)
-        better, worse = shares.others_between
-        limited = better < self.rank(request) < worse
-        return shares.charge("others", min(tokens, left) if limited else tokens)
+        left = shares.remaining("others", self._limit_others)
+        better, worse = shares.limited_ranks
+        is_limited = better < self.rank(request) < worse
+        return shares.charge("others", min(tokens, left) if is_limited else tokens)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
         self._shares.take_back(tokens)
@@ -258,13 +258,14 @@ class Lanes(Policy):
             if self.lane(request) != BATCH and self.rank(request) != OVERDUE
         )
         if (head := self._other_newcomer()) is not None:
-            others += step.left(head)
+            others += step.tokens_left(head)
         return room - min(others, room // 2) if others else NO_LIMIT
 
-    def _share_of_others(self) -> int:
+    def _limit_others(self) -> int:
         """Leave a newcomer of a better rank what it can use, up to half of the step.
 
-        Prefills run before newcomers. Later policies may not let the newcomer use its part.
+        Prefills run before newcomers. Later policies may not let the newcomer use its part. Sets
+        the ranks that are limited, and returns the tokens for all other running prefills.
         """
         step = self._step
         is_better = any(
@@ -275,11 +276,11 @@ class Lanes(Policy):
             return NO_LIMIT
         lane = self.lane(head)
         if lane == URGENT:
-            self._shares.others_between = PLACES[URGENT], math.inf
+            self._shares.limited_ranks = PLACES[URGENT], math.inf
         elif self._overdue.is_new(head.request_id):
-            self._shares.others_between = OVERDUE, PLACES[lane]
+            self._shares.limited_ranks = OVERDUE, PLACES[lane]
         room = max(step.budget - step.decodes, 0)
-        return room - min(step.left(head), room // 2)
+        return room - min(step.tokens_left(head), room // 2)
 
     def gauges(self) -> Mapping[str, float]:
         counts = self._running.counts

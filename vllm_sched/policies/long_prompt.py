@@ -89,7 +89,7 @@ class LongPrompt(Policy):
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
     held_reasons = ("long_limit", "shorts_first")
     settings: LongPromptSettings
-    arranges = True
+    sorts_running = True
 
     def __init__(self, facts: EngineFacts, settings: LongPromptSettings) -> None:
         super().__init__(facts, settings)
@@ -155,7 +155,6 @@ class LongPrompt(Policy):
         return self.size.token_s * (1 << int(bits)) - waited
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Divide the budget between long and short prompts."""
         self._step = step
         self._longs.intersection_update([request.request_id for request in step.prefills])
         waiting_shorts = lanes.get(SHORT, LaneCount())
@@ -165,7 +164,7 @@ class LongPrompt(Policy):
             waiting_shorts=waiting_shorts,
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
-        if prompts.shorts or (waiting_shorts.asking and step.free_slots > 0):
+        if prompts.shorts or (waiting_shorts.admissible and step.free_slots > 0):
             self._short_at = step.now
         self._chunk = self._chunk_of(prompts.longs)
         most = step.budget if self._chunk is None else self._chunk.tokens
@@ -200,14 +199,14 @@ class LongPrompt(Policy):
     def _divide(self, passing: int = 0) -> None:
         step, prompts = self._step, self._prompts
         stuck = prompts.blocked or step.refused in self._lookups
-        entering = 0 if stuck else min(prompts.waiting_longs.asking, prompts.free_places)
+        entering = 0 if stuck else min(prompts.waiting_longs.admissible, prompts.free_places)
         prompts.entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
     def _divide_again(self) -> None:
         """Count the waiting requests anew; other policies may hold others, or pause decodes."""
         self._counts_are_current = True
-        self._step.ask_gates()
+        self._step.recount_held()
         self._prompts.count_longs()
         refused = self._step.refused is not None
         self._prompts.blocked = refused and self._step.newcomer() is None
@@ -216,7 +215,7 @@ class LongPrompt(Policy):
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
-        may_pass = prompts.classes and prompts.waiting_longs.asking
+        may_pass = prompts.classes and prompts.waiting_longs.admissible
         head = step.newcomer() if may_pass and step.class_of is not one_class else None
         return int(head is not None and head.request_id in self._lookups)
 

@@ -35,7 +35,7 @@ class PrefillFirst(Policy):
     name: ClassVar[str] = "prefill_first"
     settings_type: ClassVar[type[Settings]] = PrefillFirstSettings
     settings: PrefillFirstSettings
-    arranges = True
+    sorts_running = True
     decodes_pause = True
 
     def __init__(self, facts: EngineFacts, settings: PrefillFirstSettings) -> None:
@@ -51,9 +51,8 @@ class PrefillFirst(Policy):
         self._pausing = False
 
     def pauses_decodes(self, step: Step) -> bool:
-        """Return True while there is prefill to do, within the bounds."""
         # No pause for a request without KV blocks: only decodes release blocks.
-        if not (step.prefills or (step.refused is None and step.may_enter() is not None)):
+        if not (step.prefills or (step.refused is None and step.next_to_enter() is not None)):
             return False
         if step.paused_s >= self.settings.max_pause_s or step.paused_steps >= MAX_PAUSED_STEPS:
             self._releases += 1

@@ -46,7 +46,7 @@ class Rotation(Policy):
     settings_type: ClassVar[type[Settings]] = RotationSettings
     held_reasons = ("kv_of_prefills",)
     settings: RotationSettings
-    arranges = True
+    sorts_running = True
 
     _last: Mapping[str, float] = {}  # end of each prefill's last chunk
     _computed: Mapping[str, int] = {}  # tokens of each prefill when the step began
@@ -113,7 +113,7 @@ class Rotation(Policy):
         self._slot = -(-tokens // turns)
         since = step.now - min(self._waiting.waited, self.settings.max_wait_s)
         turns -= sum(self._last[r.request_id] < since for r in peers)  # before newcomers' turns
-        each = min(self._slot, step.left(head)) if head else 0
+        each = min(self._slot, step.tokens_left(head)) if head else 0
         return max(tokens - each * max(min(turns, newcomers), 0), 0)
 
     def _best_class(self, head: RequestView | None) -> tuple[list[RequestView], int]:
@@ -123,7 +123,7 @@ class Rotation(Policy):
         peers = [r for r in step.prefills if step.class_of(r) == best]
         if head is None or step.class_of(head) != best:
             return peers, 0
-        return peers, max(min(self._waiting.asking, step.free_slots), 1)
+        return peers, max(min(self._waiting.admissible, step.free_slots), 1)
 
     def gauges(self) -> Mapping[str, float]:
         return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}

@@ -70,7 +70,6 @@ class StaticBatching(Policy):
         self._overdue.clear()
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Admit members, and other requests while the batch forms."""
         if lane == MEMBER or (self._forming and self._members < self.size):
             return Gate.OPEN
         if waited < self.settings.max_wait_s:

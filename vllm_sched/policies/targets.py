@@ -24,10 +24,10 @@ class RequestTargets(NamedTuple):
 NO_TARGETS: Final = RequestTargets()
 
 
-def targets_in(wishes: Mapping[str, object]) -> RequestTargets:
-    if DEADLINE not in wishes and TPOT not in wishes:
+def targets_in(extra_args: Mapping[str, object]) -> RequestTargets:
+    if DEADLINE not in extra_args and TPOT not in extra_args:
         return NO_TARGETS
-    first_s, each_s = _seconds(wishes.get(DEADLINE)), _seconds(wishes.get(TPOT))
+    first_s, each_s = _seconds(extra_args.get(DEADLINE)), _seconds(extra_args.get(TPOT))
     return RequestTargets(first_s, each_s if each_s is not None and each_s > 0 else None)
 
 

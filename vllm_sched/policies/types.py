@@ -64,21 +64,21 @@ class LaneCount:
 
     requests: int = 0
     tokens: int = 0  # counted when each request began to wait
-    # Seconds since the front request began to wait. A request without a LoRA slot is not a front.
+    # Seconds since the head began to wait. A request without a LoRA slot is not a head.
     waited: float = 0.0
     held: int = 0  # requests that other policies held in the previous step
     barred: int = 0  # other requests that lack a LoRA slot or a compiled grammar
 
     @property
-    def able(self) -> int:
+    def startable(self) -> int:
         """Return the requests that the engine could start, including held ones."""
         # Held and barred requests may have left since they were counted.
         return max(self.requests - self.barred, 0)
 
     @property
-    def asking(self) -> int:
+    def admissible(self) -> int:
         """Return the requests that enter if this policy admits them."""
-        return max(self.able - self.held, 0)
+        return max(self.startable - self.held, 0)
 
 
 def no_request() -> None:
@@ -125,9 +125,9 @@ class Step:
     clock_offset: float = 0.0  # `now` minus wall-clock time; arrival_time is wall-clock time
     # Returns the next request to admit, ignoring KV blocks; None if none may enter. It asks gates,
     # so call it only after every policy's `begin_step`.
-    may_enter: Callable[[], RequestView | None] = no_request
+    next_to_enter: Callable[[], RequestView | None] = no_request
     # Updates `LaneCount.held`, which otherwise dates from the previous step. Same restriction.
-    ask_gates: Callable[[], object] = no_request
+    recount_held: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
     # Returns the requests that load KV from a tier; they enter without a gate.
     loading: Callable[[], Sequence[RequestView]] = tuple
@@ -137,11 +137,11 @@ class Step:
     cached_of: Callable[[RequestView], int] = no_tokens
 
     def newcomer(self) -> RequestView | None:
-        """Return the request of `may_enter`, unless it lacked KV blocks in the last step."""
-        head = self.may_enter()
+        """Return the request of `next_to_enter`, unless it lacked KV blocks in the last step."""
+        head = self.next_to_enter()
         return None if head is None or head.request_id == self.refused else head
 
-    def left(self, request: RequestView) -> int:
+    def tokens_left(self, request: RequestView) -> int:
         """Return the tokens to compute of a prompt in prefill or of a newcomer."""
         return request.num_tokens - (request.num_computed_tokens or self.cached_of(request))
 
@@ -193,8 +193,6 @@ class Settings(BaseModel):
 
 @dataclass(slots=True, frozen=True)
 class EngineFacts:
-    """The engine's configuration as policies see it."""
-
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -223,11 +221,11 @@ class Policy:
     name: ClassVar[str]
     settings_type: ClassVar[type[Settings]] = Settings
     held_reasons: ClassVar[tuple[str, ...]] = ()  # all results of `held_reason`
-    arranges: bool = False  # running requests are sorted each step: decodes, then by `rank`
+    sorts_running: bool = False  # running requests are sorted each step: decodes, then by `rank`
     decodes_pause: bool = False  # decodes pause during prefill
-    classes: bool = False  # `service_class` is defined; later policies' limits apply per class
+    has_classes: bool = False  # `service_class` is defined; later policies' limits apply per class
     # Incremented when a decoding request changes class. None disables the engine's class cache.
-    reclassed: int | None = None
+    class_changes: int | None = None
     learns: bool = False  # `fit` observes every step, so telemetry needs no model of its own
 
     def __init__(self, facts: EngineFacts, settings: Settings) -> None:
@@ -242,7 +240,7 @@ class Policy:
         """Return the effects on the simulator's fluid engine, which refuses a policy with None."""
         return None
 
-    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
+    def arrived(self, request: RequestView, extra_args: Mapping[str, object]) -> None:
         """Note a new request and its client's `vllm_xargs`."""
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
@@ -278,7 +276,7 @@ class Policy:
     def due(self, request: RequestView, since: float) -> float:
         """Return when a request that waits since then should enter; the least of a lane goes first.
 
-        Asked again for a front that is not admitted by then. Earlier arrival breaks ties.
+        Asked again for a head that is not admitted by then. Earlier arrival breaks ties.
         """
         return since
 
@@ -300,7 +298,7 @@ class Policy:
         return 0.0
 
     def service_class(self, request: RequestView) -> float:
-        """Return the request's class of service; called only if `classes` is True."""
+        """Return the request's class of service; called only if `has_classes`."""
         return FIRST_CLASS
 
     def observe(self, result: StepResult) -> None:

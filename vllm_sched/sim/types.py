@@ -38,7 +38,7 @@ class Job:
     leg: Leg = Leg.WHOLE
     klass: str = ""
     priority: int = 0  # as sent to workers: lower is more urgent
-    wishes: Mapping[str, object] = field(default_factory=dict, hash=False)  # `vllm_xargs`
+    extra_args: Mapping[str, object] = field(default_factory=dict, hash=False)  # `vllm_xargs`
 
 
 class Event(NamedTuple):

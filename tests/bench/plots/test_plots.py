@@ -25,7 +25,7 @@ from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.engine.trace import EngineTrace, StepNote, chrome
+from vllm_sched.engine.trace import EngineTrace, TracedStep, chrome_trace
 from vllm_sched.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -164,9 +164,9 @@ def test_many_steps_are_merged_into_columns() -> None:
 def test_steps_are_read_from_a_trace() -> None:
     trace = EngineTrace()
     trace.record_arrival(0.0, "a", 300)
-    trace.record_step(StepNote(1, 1.0, 1.5, 256, {"a": 250, "b": 1}, {"a": 0}, 2, 0))
-    trace.record_step(StepNote(2, 1.5, 1.6, 256, {"b": 1}, {}, 2, 0))
-    events = json.loads("".join(chrome(trace.copy(), 2.0)))["traceEvents"]
+    trace.record_step(TracedStep(1, 1.0, 1.5, 256, {"a": 250, "b": 1}, {"a": 0}, 2, 0))
+    trace.record_step(TracedStep(2, 1.5, 1.6, 256, {"b": 1}, {}, 2, 0))
+    events = json.loads("".join(chrome_trace(trace.copy(), 2.0)))["traceEvents"]
     assert steps_of(events) == [
         PlottedStep(1.0, 1.5, 250, 1, 256),
         PlottedStep(1.5, 1.6, 0, 1, 256),

@@ -12,23 +12,23 @@ import pytest
 
 from vllm_sched.bench.results import engine_trace
 from vllm_sched.bench.results.engine_trace import Phase, fetch, path_of, read, with_tracing
-from vllm_sched.engine.trace import QueuedRequest, StepNote, chrome
+from vllm_sched.engine.trace import TracedArrival, TracedStep, chrome_trace
 from vllm_sched.workers.launch import Side, WorkerError
 
 NAME = "cmpl-round1-3-0-1a2b3c4d"
 LOG = [
-    QueuedRequest(1.0, NAME, 100),
-    QueuedRequest(1.0, "cmpl-round1-30-0-1a2b3c4d", 5),
-    QueuedRequest(1.0, "cmpl-other", 5),
-    StepNote(1, 2.0, 3.0, 64, {NAME: 64}, {NAME: 0}, 1, 0),
-    StepNote(2, 3.0, 3.5, 64, {NAME: 36, "cmpl-other": 5}, {NAME: 64}, 2, 0),
-    StepNote(3, 3.5, 3.75, 64, {NAME: 1}, {}, 1, 0),
+    TracedArrival(1.0, NAME, 100),
+    TracedArrival(1.0, "cmpl-round1-30-0-1a2b3c4d", 5),
+    TracedArrival(1.0, "cmpl-other", 5),
+    TracedStep(1, 2.0, 3.0, 64, {NAME: 64}, {NAME: 0}, 1, 0),
+    TracedStep(2, 3.0, 3.5, 64, {NAME: 36, "cmpl-other": 5}, {NAME: 64}, 2, 0),
+    TracedStep(3, 3.5, 3.75, 64, {NAME: 1}, {}, 1, 0),
 ]
 
 
 def test_phases_are_found_by_the_request_name(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
-    file.write_text("".join(chrome(LOG, 4.0)))
+    file.write_text("".join(chrome_trace(LOG, 4.0)))
     stories = read(file)
     assert set(stories) == {"round1-3", "round1-30"}
     assert stories["round1-3"] == [
@@ -83,7 +83,7 @@ def test_fetch_signals_the_worker_and_ignores_an_old_file(
 
     def write() -> None:
         signalled.wait(30)
-        (tmp_path / "part").write_text("".join(chrome(LOG, 4.0)))
+        (tmp_path / "part").write_text("".join(chrome_trace(LOG, 4.0)))
         (tmp_path / "part").replace(file)
 
     writer = threading.Thread(target=write)

@@ -43,7 +43,7 @@ class FakeRules:
     def due(self, request: Request, since: float) -> float:
         return since + self.left_s.get(request.num_tokens, 0.0)
 
-    def closed_adapter(self, _: Request) -> int:
+    def adapter_without_slot(self, _: Request) -> int:
         return 0
 
     def open_adapters(self) -> None:
@@ -199,7 +199,7 @@ def test_request_put_back_in_the_same_step_keeps_its_wait() -> None:
     queue.pop_request()
     queue.prepend_request(request)
     queue.begin_step(6.0)
-    assert queue.counts[0]["long"].waited == 6.0
+    assert queue.lane_counts.by_policy[0]["long"].waited == 6.0
 
 
 def test_preempted_head_keeps_the_wait_of_its_lane() -> None:
@@ -209,7 +209,7 @@ def test_preempted_head_keeps_the_wait_of_its_lane() -> None:
     queue.prepend_request(preempted)
     rules.now = 40.0
     queue.begin_step(rules.now)
-    assert queue.counts[0]["long"].waited == 40.0
+    assert queue.lane_counts.by_policy[0]["long"].waited == 40.0
     assert queue.pop_request() is preempted
     assert rules.waits == [40.0]
     # Its own wait is recorded.
@@ -228,7 +228,7 @@ def test_few_of_many_requests_with_a_new_lane_move_per_step() -> None:
     rules.limit = 30  # their prefix is cached
     queue.begin_step(2.0)
     assert queue.peek_request() is requests[0]
-    assert queue.counts[0]["short"].requests <= 32
+    assert queue.lane_counts.by_policy[0]["short"].requests <= 32
     # Each is still judged by its new lane.
     assert admit_all(queue) == requests
     assert not len(queue)
@@ -264,7 +264,7 @@ def test_held_requests_with_a_new_lane_are_put_aside(
 
 def test_counts_follow_every_change() -> None:
     _, queue, requests = queue_of(5, 6, 20, 30)
-    counts = queue.counts[0]
+    counts = queue.lane_counts.by_policy[0]
     assert (counts["short"].requests, counts["short"].tokens) == (2, 11)
     assert (counts["long"].requests, counts["long"].tokens) == (2, 50)
     queue.remove_requests([requests[3], make_request(7)])
@@ -278,7 +278,7 @@ def test_removed_requests_leave_no_state() -> None:
     for request in requests[:-1]:
         queue.remove_requests([request])
     entries = [
-        entry for lanes in queue._heaps.values() for heap in lanes.values() for entry in heap
+        entry for lanes in queue._heaps.lanes.values() for heap in lanes.values() for entry in heap
     ]
     assert len(entries) < 200
     assert admit_all(queue) == requests[-1:]
@@ -292,7 +292,7 @@ def test_refused_request_is_remembered_until_it_enters(stopped: bool) -> None:
     queue.begin_step(0.0)
     queue.peek_request()
     if stopped:
-        queue.end_offers()
+        queue.stop_scan()
     for now in (1.0, 2.0):
         queue.end_step()
         assert queue.refused is (None if stopped else request)
@@ -310,7 +310,7 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     queue.refused = requests[1]
     rules.now = 3.0
     assert queue.peek_request() is requests[1]
-    queue.end_offers()
+    queue.stop_scan()
     assert queue.pop_request() is requests[1]
     assert not queue
     queue.prepend_requests([requests[1]])
@@ -321,7 +321,7 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     assert not queue.entered
     assert list(queue) == requests
     queue.begin_step(4.0)
-    assert [queue.counts[0][lane].waited for lane in ("short", "long")] == [4.0, 4.0]
+    assert [queue.lane_counts.by_policy[0][lane].waited for lane in ("short", "long")] == [4.0, 4.0]
     assert admit_all(queue) == [requests[1], requests[2], requests[0], requests[3]]
 
 
@@ -329,51 +329,51 @@ def test_held_request_counts_for_all_policies_except_the_holding_one() -> None:
     _, queue, _ = queue_of(5, 20, 30, rules=OfTwoPolicies())
 
     def held() -> tuple[int, int, int]:
-        first, second = queue.counts
+        first, second = queue.lane_counts.by_policy
         return first["short"].held, first["long"].held, second[""].held
 
-    queue.held(("long", ""), 0)
+    queue.lane_counts.note_gate(("long", ""), 0)
     queue.begin_step(1.0)
     assert held() == (0, 0, 2)
-    queue.held(("long", ""), 1)
-    queue.held(("short", ""), 0)
-    queue.ask_gates()
+    queue.lane_counts.note_gate(("long", ""), 1)
+    queue.lane_counts.note_gate(("short", ""), 0)
+    queue.recount_held()
     assert held() == (0, 2, 1)
-    queue.held(("short", ""), None)
+    queue.lane_counts.note_gate(("short", ""), None)
     queue.begin_step(2.0)
     assert held() == (0, 2, 0)
-    assert queue.counts[0]["long"].asking == 0
+    assert queue.lane_counts.by_policy[0]["long"].admissible == 0
     queue.begin_step(3.0)  # no gate was asked
     assert held() == (0, 0, 0)
 
 
-def test_blocked_request_does_not_count_as_asking() -> None:
+def test_blocked_request_does_not_count_as_admissible() -> None:
     _, queue, (away, _) = queue_of(5, 6)
     queue.begin_step(0.0)
     assert queue.pop_request() is away
     queue.prepend_request(away)
     queue.end_step()
     queue.begin_step(1.0)
-    count = queue.counts[0]["short"]
-    assert (count.requests, count.barred, count.asking) == (2, 1, 1)
+    count = queue.lane_counts.by_policy[0]["short"]
+    assert (count.requests, count.barred, count.admissible) == (2, 1, 1)
     # It can begin, but a policy gave it no tokens.
     assert queue.peek_request() is away
-    queue.end_offers()
+    queue.stop_scan()
     queue.end_step()
     queue.begin_step(1.5)
-    assert (count.requests, count.barred, count.asking) == (2, 0, 2)
+    assert (count.requests, count.barred, count.admissible) == (2, 0, 2)
     assert queue.pop_request() is away
     queue.prepend_request(away)
     queue.end_step()
     # A blocked request held by a policy counts only as held.
-    queue.held(("short",), 1)
+    queue.lane_counts.note_gate(("short",), 1)
     queue.begin_step(2.0)
-    assert (count.held, count.barred, count.asking) == (2, 0, 0)
+    assert (count.held, count.barred, count.admissible) == (2, 0, 0)
     for step in range(3, 12):
         queue.begin_step(float(step))
         queue.end_step()
     queue.begin_step(12.0)
-    assert (count.barred, count.asking) == (0, 2)
+    assert (count.barred, count.admissible) == (0, 2)
 
 
 def test_skipped_requests_behind_a_closed_gate_take_no_turns_of_others() -> None:

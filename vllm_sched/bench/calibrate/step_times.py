@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Self
+from itertools import chain
+from typing import Final, NamedTuple, Self
 
 from vllm_sched.bench.calibrate.token_times import MeasureError, TimedStream, TokenApi, wire_to
 from vllm_sched.cost.step_time import StepShape, TimedStep
@@ -84,6 +85,21 @@ class LonePrompt:
     seconds: float
 
 
+class SeenStep(NamedTuple):
+    """A step as the gap between two tokens of streams."""
+
+    seconds: float
+    context: int  # of the streams
+
+
+def median_seconds(seen: Iterable[SeenStep]) -> float:
+    return statistics.median(step.seconds for step in seen)
+
+
+def median_context(seen: Iterable[SeenStep]) -> int:
+    return round(statistics.median(step.context for step in seen))
+
+
 @dataclass(frozen=True)
 class MeasuredSteps:
     steps: list[TimedStep]
@@ -91,8 +107,6 @@ class MeasuredSteps:
 
 
 class StepMeter(TokenApi):
-    """A worker's API with the measurements of its steps."""
-
     async def measure(self, plan: CalibrationPlan, tell: Callable[[str], None]) -> MeasuredSteps:
         tell("warming up")
         await self._measure_decode(plan.batches[-1], plan.contexts[0], plan.budget)
@@ -147,9 +161,7 @@ class StepMeter(TokenApi):
 
     async def _measure_mixed(self, batch: int, plan: CalibrationPlan) -> list[TimedStep]:
         rounds = [tokens for tokens in plan.prompts for _ in range(REPEATS)]
-        found: list[TimedStep] = []
-        gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
-        contexts: list[int] = []
+        seen: dict[int, list[SeenStep]] = {tokens: [] for tokens in plan.prompts}
         # Enough for all prompts, with steps between them.
         steps = min(len(rounds) * MAX_STEPS_BETWEEN, self.max_model_len - plan.contexts[0] - 1)
         async with self.streams(batch, plan.contexts[0], steps) as streams:
@@ -159,19 +171,20 @@ class StepMeter(TokenApi):
                 if any(stream.count + MAX_STEPS_BETWEEN > steps for stream in streams):
                     break
                 if (step := await self._time_beside_streams(streams, tokens)) is not None:
-                    gaps[tokens].append(step[0])
-                    contexts.append(step[1])
-        for tokens, seen in gaps.items():
-            if len(seen) > REPEATS // 2:
-                context = round(statistics.median(contexts))
-                shape = StepShape(tokens, tokens * tokens / 2, batch, context, prompts=1)
-                found.append(TimedStep(shape, statistics.median(seen)))
-        return found
+                    seen[tokens].append(step)
+        context = median_context(chain.from_iterable(seen.values())) if any(seen.values()) else 0
+        return [
+            TimedStep(
+                StepShape(tokens, tokens * tokens / 2, batch, context, prompts=1),
+                median_seconds(steps),
+            )
+            for tokens, steps in seen.items()
+            if len(steps) > REPEATS // 2
+        ]
 
     async def _time_beside_streams(
         self, streams: Sequence[TimedStream], tokens: int
-    ) -> tuple[float, int] | None:
-        """Return the time and context of the step that prefills a prompt next to streams."""
+    ) -> SeenStep | None:
         newcomer = await self.stream(self.prompt(tokens), 1)
         (found,) = await _last_steps(streams, newcomer.ticks[0], 1)
         return found
@@ -225,10 +238,8 @@ class StepMeter(TokenApi):
                     ]
                     if good := [each for each in seen if each is not None]:
                         pairs = part * (count * chunk + part / 2)
-                        context = round(statistics.median(each[1] for each in good))
-                        seconds = statistics.median(each[0] for each in good)
-                        shape = StepShape(part, pairs, 1, context, 1, count * chunk)
-                        found.append(TimedStep(shape, seconds))
+                        shape = StepShape(part, pairs, 1, median_context(good), 1, count * chunk)
+                        found.append(TimedStep(shape, median_seconds(good)))
         return found
 
     async def _measure_chunks(
@@ -240,13 +251,8 @@ class StepMeter(TokenApi):
         if count < 2:
             return []
         for _ in range(CHUNK_TRIES):  # other load on the machine can disturb one try
-            seen = await self._chunk_steps(batch, plan, count)
-            times = [statistics.median(gap for gap, _ in each) if each else None for each in seen]
-            firsts = [each for each in times[1 : 2 + count // 4] if each is not None]
-            before = times[0]
-            if not before or not firsts:
-                break
-            if before <= MAX_SHORT_STEP_RATIO * statistics.median(firsts):
+            before, *chunks = await self._chunk_steps(batch, plan, count)
+            if _shows_chunks(before, chunks[: 1 + count // 4]):
                 break
         else:
             raise MeasureError(
@@ -260,22 +266,22 @@ class StepMeter(TokenApi):
                     chunk,
                     chunk * (index * chunk + chunk / 2),
                     batch,
-                    round(statistics.median(context for _, context in each)),
+                    median_context(seen),
                     prompts=1,
                     read_tokens=index * chunk,
                 ),
-                seconds,
+                median_seconds(seen),
             )
-            for index, (each, seconds) in enumerate(zip(seen[1:], times[1:], strict=True))
-            if seconds is not None
+            for index, seen in enumerate(chunks)
+            if seen
         ]
 
     async def _chunk_steps(
         self, batch: int, plan: CalibrationPlan, count: int
-    ) -> list[list[tuple[float, int]]]:
-        """Return the step before a long prompt and its `count` steps: duration and context."""
+    ) -> list[list[SeenStep]]:
+        """Return the step before a long prompt and its `count` steps, each as often as seen."""
         steps = LONG_REPEATS * (count + MAX_STEPS_BETWEEN)
-        seen: list[list[tuple[float, int]]] = [[] for _ in range(count + 1)]
+        seen: list[list[SeenStep]] = [[] for _ in range(count + 1)]
         async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
                 await stream.wait_until(2)
@@ -283,11 +289,10 @@ class StepMeter(TokenApi):
                 if any(stream.count + count + MAX_STEPS_BETWEEN // 2 > steps for stream in streams):
                     break
                 newcomer = await self.stream(self.prompt(count * (plan.budget - batch)), 1)
-                for index, found in enumerate(
-                    await _last_steps(streams, newcomer.ticks[0], count + 1)
-                ):
-                    if found is not None:
-                        seen[index].append(found)
+                last = await _last_steps(streams, newcomer.ticks[0], count + 1)
+                for steps_seen, step in zip(seen, last, strict=True):
+                    if step is not None:
+                        steps_seen.append(step)
         return seen
 
     def _prompt_lengths(self, plan: CalibrationPlan) -> list[int]:
@@ -305,10 +310,18 @@ class StepMeter(TokenApi):
         return LonePrompt(tokens, statistics.median(times))
 
 
+def _shows_chunks(before: Sequence[SeenStep], chunks: Iterable[Sequence[SeenStep]]) -> bool:
+    """Return False if the step before a prompt is as long as the prompt's first steps."""
+    firsts = [median_seconds(seen) for seen in chunks if seen]
+    if not before or not firsts:
+        return True
+    return median_seconds(before) <= MAX_SHORT_STEP_RATIO * statistics.median(firsts)
+
+
 async def _last_steps(
     streams: Sequence[TimedStream], moment: float, steps: int
-) -> list[tuple[float, int] | None]:
-    """Return the last steps until a moment: the duration of each and its context."""
+) -> list[SeenStep | None]:
+    """Return the last steps until a moment; None for a step without a clear gap."""
     # The streams' tokens may arrive just before or after the prompt's.
     for stream in streams:
         await stream.wait_for_more(3)
@@ -316,12 +329,12 @@ async def _last_steps(
         if stream.ended and moment - stream.ticks[-1] > stream.ticks[-1] - stream.ticks[-2]:
             return [None] * steps
     ends = [stream.nearest(moment) for stream in streams]
-    found: list[tuple[float, int] | None] = []
+    found: list[SeenStep | None] = []
     for back in range(steps - 1, -1, -1):
         at = [(stream, end - back) for stream, end in zip(streams, ends, strict=True)]
         gaps = [gap for stream, n in at if (gap := stream.gap(n)) is not None]
         context = sum(stream.prompt_tokens + stream.tokens[n] - 1 for stream, n in at if n >= 0)
-        found.append((statistics.median(gaps), context) if gaps else None)
+        found.append(SeenStep(statistics.median(gaps), context) if gaps else None)
     return found
 
 

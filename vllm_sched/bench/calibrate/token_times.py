@@ -77,7 +77,6 @@ class TimedStream:
         self._news.set()
 
     async def wait_for_more(self, tokens: int) -> None:
-        """Wait for `tokens` more tokens or the end of the stream."""
         until = self.count + tokens
         while self.count < until and not self.ended:
             self._news.clear()
@@ -163,7 +162,6 @@ class TokenApi:
         into: TimedStream | None = None,
         after_s: float = 0.0,
     ) -> TimedStream:
-        """Request tokens and record when each arrives."""
         stream = into or TimedStream(0)
         if after_s:
             await asyncio.sleep(after_s)

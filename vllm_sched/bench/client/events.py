@@ -21,8 +21,6 @@ PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 
 class EventStream:
-    """Reads one response into its outcome."""
-
     def __init__(self, outcome: Outcome, answer: list[bytes] | None = None) -> None:
         """Append the events with tokens to `answer`, if it is given."""
         self._outcome = outcome

@@ -73,7 +73,6 @@ class PlayedRun:
         return max(percentile((each.late for each in self.outcomes), 99) or 0.0, 0.0)
 
     def warnings(self) -> list[str]:
-        """Return what makes the figures doubtful."""
         found = []
         if self.late_p99 > LATE_LIMIT_S:
             found.append(
@@ -125,8 +124,6 @@ async def play(
 
 
 class _HeaderReader:
-    """Reads the worker's name and Retry-After."""
-
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self.after_s = 0.0

@@ -50,8 +50,6 @@ class ComparisonPlan:
 
 @dataclass
 class Contender:
-    """One side: its name, its server and its measurements."""
-
     role: str
     label: str
     worker: Worker
@@ -217,20 +215,17 @@ class Comparison:
     def typical(self) -> int:
         """Return the round to draw: undisturbed, with the median gain of shorts or turns."""
 
+        def median_ttft(played: Round) -> float:
+            samples = report.ttfts([played], SHORT) or report.ttfts([played], TURN)
+            return report.percentile(samples, 50) or 0.0
+
         def gain(index: int) -> float:
-            theirs, ours = (
-                report.percentile(
-                    report.ttfts([each.rounds[index]], SHORT)
-                    or report.ttfts([each.rounds[index]], TURN),
-                    50,
-                )
-                or 0.0
-                for each in self.drawn
-            )
+            theirs, ours = (median_ttft(each.rounds[index]) for each in self.drawn)
             return ours / theirs if theirs else 0.0
 
         everything = range(self.plan.rounds)
-        by_gain = sorted(set(everything) - set(self.disturbed) or everything, key=gain)
+        undisturbed = [index for index in everything if index not in self.disturbed]
+        by_gain = sorted(undisturbed or everything, key=gain)
         return by_gain[len(by_gain) // 2]
 
     def table(self) -> Table:

@@ -44,8 +44,6 @@ percentile = stats.percentile
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the comparison."""
-
     group: str
     measure: str
     unit: str
@@ -139,35 +137,52 @@ def total_rate(played: Round) -> float | None:
 RATES: Final = {BATCH: backlogged_rate}
 
 
-def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
-    def pooled(group: str, measure: str, samples: Samples, percent: float) -> Figure:
-        theirs, ours = (percentile(samples(r, group), percent) for r in (baseline, candidate))
+@dataclass(frozen=True)
+class Sides:
+    """The rounds of both sides, and the figures that compare them."""
+
+    baseline: Sequence[Round]
+    candidate: Sequence[Round]
+
+    def pooled(self, group: str, measure: str, samples: Samples, percent: float) -> Figure:
+        theirs = percentile(samples(self.baseline, group), percent)
+        ours = percentile(samples(self.candidate, group), percent)
         return Figure(group, measure, SECONDS, theirs, ours, ratio_of(ours, theirs))
 
-    def rated(group: str, measure: str, unit: str, of: Callable[[Round], float | None]) -> Figure:
-        pairs = [(of(a), of(b)) for a, b in zip(baseline, candidate, strict=True)]
-        theirs, ours = _median(a for a, _ in pairs), _median(b for _, b in pairs)
-        return Figure(group, measure, unit, theirs, ours, _median(ratio_of(b, a) for a, b in pairs))
+    def median(
+        self, group: str, measure: str, unit: str, of_round: Callable[[Round], float | None]
+    ) -> Figure:
+        """Return the median of the rounds, and of their ratios."""
+        theirs, ours = list(map(of_round, self.baseline)), list(map(of_round, self.candidate))
+        ratio = _median(map(ratio_of, ours, theirs))
+        return Figure(group, measure, unit, _median(theirs), _median(ours), ratio)
 
-    played = {r.klass for each in (*baseline, *candidate) for r in each.records}
-    lines: list[Figure] = []
-    for klass in (k for k in CLASSES if k in played):
-        if klass != BACKGROUND:  # the background decodes before the clock starts
-            lines += [pooled(klass, f"TTFT p{p}", ttfts, p) for p in (50, 99)]
+    def ttfts(self, group: str) -> list[Figure]:
+        return [self.pooled(group, f"TTFT p{percent}", ttfts, percent) for percent in (50, 99)]
+
+    def of_class(self, klass: str) -> list[Figure]:
+        # The background decodes before the clock starts.
+        lines = [] if klass == BACKGROUND else self.ttfts(klass)
         if klass == LONG:
-            lines.append(rated(klass, SPREAD, SECONDS, partial(spread, klass=klass)))
-        lines += [
-            pooled(klass, "ITL p99", itls, 99),
-            pooled(klass, "ITL max", itls, 100),
-            rated(klass, "tokens/s", RATE, partial(RATES.get(klass, class_rate), klass=klass)),
+            lines.append(self.median(klass, SPREAD, SECONDS, partial(spread, klass=klass)))
+        rate = partial(RATES.get(klass, class_rate), klass=klass)
+        return [
+            *lines,
+            self.pooled(klass, "ITL p99", itls, 99),
+            self.pooled(klass, "ITL max", itls, 100),
+            self.median(klass, "tokens/s", RATE, rate),
         ]
-    lines += [
-        rated("all", "tokens/s", RATE, total_rate),
-        rated("all", "all prompts done", SECONDS, foreground_end),
+
+
+def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
+    sides, rounds = Sides(baseline, candidate), [*baseline, *candidate]
+    played = {record.klass for each in rounds for record in each.records}
+    return [
+        *(line for klass in CLASSES if klass in played for line in sides.of_class(klass)),
+        sides.median("all", "tokens/s", RATE, total_rate),
+        sides.median("all", "all prompts done", SECONDS, foreground_end),
+        *(sides.ttfts("lone") if any(each.lone for each in rounds) else ()),
     ]
-    if any(each.lone for each in (*baseline, *candidate)):
-        lines += [pooled("lone", f"TTFT p{p}", ttfts, p) for p in (50, 99)]
-    return lines
 
 
 def figure(lines: Sequence[Figure], group: str, measure: str) -> Figure:

@@ -39,7 +39,6 @@ class Round:
 
     @property
     def failed(self) -> list[Outcome]:
-        """The requests that did not get all their tokens."""
         return [record for record in (*self.records, *self.lone) if record.error]
 
 

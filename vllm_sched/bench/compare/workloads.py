@@ -61,7 +61,6 @@ class Workload:
         return [rng.choices(TOKEN_IDS, k=arrival.prompt_tokens) for arrival in self.arrivals]
 
     def lone_prompts(self, round_number: int, count: int) -> list[list[int]]:
-        """Return token ids of requests that run alone."""
         rng = random.Random(f"{self.name}/{self.seed}/{round_number}/lone")
         return [rng.choices(TOKEN_IDS, k=self.lone_prompt_tokens) for _ in range(count)]
 

@@ -22,8 +22,6 @@ MICRO: Final = 1e6
 
 @dataclass(frozen=True, slots=True)
 class PlottedStep:
-    """One step, in seconds and tokens."""
-
     start: float
     end: float
     prefill: float

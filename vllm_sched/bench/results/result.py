@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A schedule and its outcomes."""
-
     schedule: Schedule
     targets: Targets
     outcomes: Sequence[Outcome]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
@@ -38,15 +39,14 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
     """
     ended = [each for each in outcomes if not each.interrupted]
     good = [each for each in ended if each.good]
-    busiest_tokens, busiest_requests = _peaks(good)
     met = sum(map(targets.is_met_by, good))
     return {
         "duration": duration,
         "failed": len(ended) - len(good),
         "interrupted": len(outcomes) - len(ended),
         "request_goodput": _rate(met, duration) if targets else None,
-        "max_output_tokens_per_s": busiest_tokens,
-        "max_concurrent_requests": busiest_requests,
+        "max_output_tokens_per_s": _most_tokens_per_s(good),
+        "max_concurrent_requests": _most_at_once(good),
         "rtfx": 0.0,
         **served(good, duration),
         # Our own: the share of all ended requests, with failures, that met the targets.
@@ -210,27 +210,30 @@ def _spread(name: str, values: list[float]) -> dict[str, float | None]:
     }
 
 
-def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
-    """Return the most tokens and the most concurrent requests in any second."""
-    if not good:
-        return 0.0, 0
-    first = min(o.at for o in good)
+def _most_tokens_per_s(good: Sequence[Outcome]) -> float:
+    first = min((o.at for o in good), default=0.0)
     tokens: defaultdict[int, float] = defaultdict(float)
-    changes: Counter[int] = Counter()
     for each in good:
         for tick in each.ticks:
-            tokens[int((tick - first) / BUCKET_S)] += 1
+            tokens[_bucket(tick - first)] += 1
         # With only the first token and the end recorded, spread the rest evenly between them.
-        if (untold := each.completed - len(each.ticks)) > len(each.ticks) > 1:
-            seconds = range(
-                int((each.ticks[0] - first) / BUCKET_S), int((each.end - first) / BUCKET_S) + 1
-            )
-            for second in seconds:
-                tokens[second] += untold / len(seconds)
-        changes[int((each.at - first) / BUCKET_S)] += 1
-        changes[int((each.end - first) / BUCKET_S) + 1] -= 1
-    alive = most = 0
-    for second in sorted(changes):
-        alive += changes[second]
-        most = max(most, alive)
-    return max(tokens.values(), default=0) / BUCKET_S, most
+        unseen = each.completed - len(each.ticks)
+        if unseen > len(each.ticks) > 1:
+            buckets = range(_bucket(each.ticks[0] - first), _bucket(each.end - first) + 1)
+            for bucket in buckets:
+                tokens[bucket] += unseen / len(buckets)
+    return max(tokens.values(), default=0) / BUCKET_S
+
+
+def _most_at_once(good: Sequence[Outcome]) -> int:
+    first = min((o.at for o in good), default=0.0)
+    changes: Counter[int] = Counter()
+    for each in good:
+        changes[_bucket(each.at - first)] += 1
+        changes[_bucket(each.end - first) + 1] -= 1
+    running = accumulate(changes[bucket] for bucket in sorted(changes))
+    return max(running, default=0)
+
+
+def _bucket(seconds: float) -> int:
+    return int(seconds / BUCKET_S)

@@ -25,8 +25,6 @@ COMPARED_PARTS: Final = 5  # of a file, compared with each other
 
 
 class Sampled(TrafficSource):
-    """A finite source as an endless one."""
-
     def __init__(self, source: TrafficSource, rng: random.Random) -> None:
         self.name, self.rate, self.burstiness = source.name, source.rate, source.burstiness
         self.lines = source.count or 0

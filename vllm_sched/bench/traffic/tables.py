@@ -63,8 +63,6 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(TrafficSource):
-    """Lengths from two tables of quantiles."""
-
     name: str
     rate: float
     burstiness: float

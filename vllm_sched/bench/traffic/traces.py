@@ -120,8 +120,6 @@ def pieces_of(names: Any, prompt: int, block_tokens: int) -> tuple[Piece, ...]:
 
 
 class TrafficFile(TrafficSource):
-    """A file with a JSON object per line."""
-
     def __init__(self, path: Path, block_tokens: int) -> None:
         if block_tokens < 1:
             raise UsageError(

@@ -128,7 +128,6 @@ def run_measurement(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the arguments before a measurement of minutes starts."""
     for option in ("longs", "rounds"):
         if (value := getattr(args, option)) is not None and value < 1:
             raise UsageError(

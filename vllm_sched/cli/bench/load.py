@@ -128,7 +128,6 @@ def requests_of(schedule: Schedule) -> int | None:
 def add_traffic(
     parser: argparse.ArgumentParser, *, lasts: str = "60, with sessions 600, or the trace"
 ) -> None:
-    """Add the options of the traffic, without load and seed."""
     parser.add_argument("--duration", type=float, metavar="SECONDS", help=f"default: {lasts}")
     parser.add_argument("--num-requests", type=int, metavar="N", help="requests, or sessions")
     parser.add_argument(
@@ -159,7 +158,6 @@ def add_goodput(parser: argparse.ArgumentParser, *, required: bool = False) -> N
 
 
 def add_block_tokens(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the block size of a trace's hash_ids."""
     parser.add_argument(
         "--block-tokens",
         type=int,
@@ -180,7 +178,6 @@ def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def salt_of(args: argparse.Namespace) -> str:
-    """Return the seed text of the prompts' words."""
     return args.prompt_salt if args.prompt_salt is not None else os.urandom(4).hex()
 
 
@@ -203,7 +200,6 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
 
 
 def require_requests(result: BenchResult) -> None:
-    """Raise `UsageError` if a run sent no request."""
     if result.outcomes:
         return
     schedule = result.schedule

@@ -163,10 +163,7 @@ class _Runner:
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play the plans; return True if the user stopped the sweep."""
         for plan in plans:
-
-            async def measure(load: float, plan: _Plan = plan) -> float:
-                return await self._measure(plan, load)
-
+            measure = partial(self._measure, plan)
             try:
                 if plan.loads:
                     for load in plan.loads:

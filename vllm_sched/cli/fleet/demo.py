@@ -76,7 +76,6 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
 
 
 def watch_hints(fleet: Path, config: FleetConfig) -> list[str]:
-    """Return lines that say how to watch the same fleet live."""
     admin = config.router.admin
     page = url_of(admin.host, admin.port, admin.tls)
     return [

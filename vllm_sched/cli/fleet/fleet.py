@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import yaml
 
@@ -108,6 +108,15 @@ def _check(path: Path, print_config: bool) -> int:
     return 0
 
 
+class StatedContext(NamedTuple):
+    """The context of a worker or a pool, as the fleet file states it."""
+
+    name: str
+    role: str
+    model: str | None
+    tokens: int | None
+
+
 def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
     """Yield a note for each short worker that may be too small for requests estimated as short.
 
@@ -116,19 +125,19 @@ def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
     limit = config.routing.short_limit
     pools = config.discovery.pools if config.discovery else ()
     known = [
-        *((w.name, w.role, config.model_of(w), w.stated_max_model_len) for w in config.workers),
-        *((p.name, p.role, p.model or config.model, p.max_model_len) for p in pools),
-    ]
-    for name, role, model, length in known:
-        if role != "short" or not length or length >= HEADROOM * limit:
+        StatedContext(w.name, w.role, config.model_of(w), w.stated_max_model_len)
+        for w in config.workers
+    ] + [StatedContext(p.name, p.role, p.model or config.model, p.max_model_len) for p in pools]
+    for short in known:
+        if short.role != "short" or not short.tokens or short.tokens >= HEADROOM * limit:
             continue
-        others = (each[3] for each in known if each[2] == model and each[1] != role)
-        if any(other is None or other > length for other in others):
+        others = [o.tokens for o in known if o.model == short.model and o.role != short.role]
+        if any(tokens is None or tokens > short.tokens for tokens in others):
             yield (
-                f"{name} holds {length} tokens, and routing.short_limit is {limit}: estimates may "
-                f"be half the real size for numbers and rare scripts, and a request that does not "
-                f"fit is sent twice; lower the limit to {int(length / HEADROOM)}, or give the "
-                f"worker a longer context"
+                f"{short.name} holds {short.tokens} tokens, and routing.short_limit is {limit}: "
+                f"estimates may be half the real size for numbers and rare scripts, and a request "
+                f"that does not fit is sent twice; lower the limit to "
+                f"{int(short.tokens / HEADROOM)}, or give the worker a longer context"
             )
 
 

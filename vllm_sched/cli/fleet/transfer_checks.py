@@ -203,7 +203,6 @@ def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
 
 
 def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
-    """Check the user's own --kv-transfer-config against `transfer`."""
     own = transfer.own_config(end.launch.args)
     if own is None:
         return

@@ -29,8 +29,6 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSetup:
-    """The connector of one end."""
-
     config: dict[str, Any]
     env: dict[str, str]
     summary: str

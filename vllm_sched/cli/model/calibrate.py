@@ -153,7 +153,6 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the arguments before a measurement of minutes starts."""
     for name in ("budget", "max_batch", "gpus"):
         if (value := getattr(args, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")

@@ -6,7 +6,7 @@ import argparse
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,6 @@ def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_link(parser: argparse.ArgumentParser) -> None:
-    """Add the options of hand-overs and mixed steps."""
     parser.add_argument(
         "--bandwidth",
         type=float,
@@ -325,21 +324,7 @@ def _warnings(
     if cut:
         found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
     if engine == FLUID:
-        ignored = {
-            name
-            for model in models.values()
-            for name, effects in declared_effects(model).items()
-            if effects.ignored
-        }
-        if ignored:
-            text = " and ".join(sorted(ignored))
-            found.append(f"--engine fluid ignores {text}; use --engine exact")
-        found += [
-            f"--engine fluid ignores {model.name}'s --long-prefill-token-threshold "
-            f"{model.longest_chunk}; use --engine exact"
-            for model in models.values()
-            if model.longest_chunk
-        ]
+        found += [f"--engine fluid ignores {text}; use --engine exact" for text in _ignored(models)]
     found += [
         f"{model.name} is simulated without {', '.join(model.unread)}"
         for model in models.values()
@@ -352,6 +337,21 @@ def _warnings(
             "in the fleet file: the router treats them as one"
         )
     return found
+
+
+def _ignored(models: Mapping[str, WorkerModel]) -> Iterator[str]:
+    """Yield the policies and flags that the fluid engine ignores."""
+    policies = {
+        name
+        for model in models.values()
+        for name, effects in declared_effects(model).items()
+        if effects.ignored
+    }
+    if policies:
+        yield " and ".join(sorted(policies))
+    for model in models.values():
+        if model.longest_chunk:
+            yield f"{model.name}'s --long-prefill-token-threshold {model.longest_chunk}"
 
 
 def _print_result(console: Output, result: BenchResult, run: SimulationRun) -> None:

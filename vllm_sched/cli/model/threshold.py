@@ -254,22 +254,13 @@ def _percent(ratio: float) -> str:
 
 
 def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> Chart:
-    series = []
-    marks = []
+    exact, simulated, marks = [], [], []
     for finding in findings:
-        base = finding.curve[0][1]
-        series.append(
-            Series(f"{finding.name}, exact", [(k, 100 * x / base) for k, x in finding.curve])
-        )
-    for finding in findings:
-        base = finding.curve[0][1]
-        series.append(
-            Series(
-                f"{finding.name}, simulated",
-                [(row.k, 100 * row.simulated.throughput / base) for row in finding.rows],
-                dots=True,
-            )
-        )
+        scale = 100 / finding.curve[0][1]
+        curve = [(k, scale * throughput) for k, throughput in finding.curve]
+        dots = [(row.k, scale * row.simulated.throughput) for row in finding.rows]
+        exact.append(Series(f"{finding.name}, exact", curve))
+        simulated.append(Series(f"{finding.name}, simulated", dots, dots=True))
         for k, word in ((finding.run, "to run"), (finding.recursion, "best")):
             if k > 1:
                 marks.append((k, f"{word}, {finding.name}: {k}"))
@@ -279,7 +270,7 @@ def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -
         subtitle=source if len(source) < 130 else f"{source[:127]}...",
         x="departures to wait for (K)",
         y="throughput, % of that at K = 1",
-        series=series,
+        series=[*exact, *simulated],
         log_x=True,
         from_zero=False,
         marks=marks,

@@ -57,7 +57,6 @@ class Journal:
         self._found: list[int] = []
 
     def unfollow(self, error: Exception) -> None:
-        """Follow the KV cache no further."""
         if self._prefixes is not None:
             self._prefixes.fail(error)
 

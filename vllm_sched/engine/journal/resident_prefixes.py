@@ -60,11 +60,20 @@ class ResidentPrefixes:
             self._grown[known] = None
 
     def record_stored(
-        self, request: Request, blocks: Sequence[KVCacheBlock], first: int, last: int, group: int
+        self,
+        request: Request,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,  # noqa: ARG002
+        kv_cache_group_id: int,
+        *_: Any,
+        **__: Any,
     ) -> None:
-        """Note that a request's blocks from `first` to `last` are cached."""
+        """Note the blocks that are cached now, with the parameters of `cache_full_blocks`."""
+        first, last = num_cached_blocks, num_full_blocks
         known = self._known.running.get(request.request_id)
-        if known is None or group != self._group or first >= last:
+        if known is None or kv_cache_group_id != self._group or first >= last:
             return
         owners, block_tokens = self._owners, self._block_tokens
         if first * block_tokens != known.stored:  # its first blocks, or those after a preemption
@@ -153,31 +162,10 @@ class FollowedBlockPool(BlockPool):
 
     prefixes: ResidentPrefixes
 
-    def cache_full_blocks(
-        self,
-        request: Request,
-        blocks: list[KVCacheBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().cache_full_blocks(
-            request,
-            blocks,
-            num_cached_blocks,
-            num_full_blocks,
-            block_size,
-            kv_cache_group_id,
-            *args,
-            **kwargs,
-        )
+    def cache_full_blocks(self, *args: Any, **kwargs: Any) -> None:
+        super().cache_full_blocks(*args, **kwargs)
         try:
-            self.prefixes.record_stored(
-                request, blocks, num_cached_blocks, num_full_blocks, kv_cache_group_id
-            )
+            self.prefixes.record_stored(*args, **kwargs)
         except Exception as error:
             self.prefixes.fail(error)
 

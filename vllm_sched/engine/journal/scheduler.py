@@ -25,7 +25,7 @@ from vllm_sched.engine.vllm_compat import UpstreamScheduler
 logger = logging.getLogger("vllm.vllm_sched")
 
 
-class JournaledScheduler(UpstreamScheduler):
+class JournalMixin(UpstreamScheduler):
     """Publishes what the scheduler after this class does."""
 
     # vLLM's tests make schedulers without `__init__`.

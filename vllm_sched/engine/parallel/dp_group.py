@@ -17,7 +17,7 @@ import tempfile
 import zlib
 from collections import deque
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from vllm.config import ParallelConfig, VllmConfig
 
@@ -38,6 +38,15 @@ MAX_STEP_S: Final = 10.0
 logger = logging.getLogger("vllm.vllm_sched")
 
 
+class OpenStep(NamedTuple):
+    """A step without an end, and the number of its record."""
+
+    step: int
+    number: int
+    scheduled_at: float
+    shape: StepShape
+
+
 class DpGroup:
     """The file of the ranks on this node; ranks on other nodes are not seen."""
 
@@ -48,41 +57,33 @@ class DpGroup:
         self._map = _mapped(path, size * RANK_BYTES)
         self._map[self._start : self._start + RANK_BYTES] = bytes(RANK_BYTES)
         self._newest = 0
-        # Steps without an end: step, record, time of scheduling, shape.
-        self._open: deque[tuple[int, int, float, StepShape]] = deque(maxlen=RING_RECORDS)
+        self._open: deque[OpenStep] = deque(maxlen=RING_RECORDS)
 
     def begin(self, step: int, scheduled_at: float, shape: StepShape) -> None:
         self._newest += 1
-        self._open.append((step, self._newest, scheduled_at, shape))
-        self._write(self._newest, scheduled_at, math.inf, shape)
+        opened = OpenStep(step, self._newest, scheduled_at, shape)
+        self._open.append(opened)
+        self._write(opened, math.inf)
         NEWEST.pack_into(self._map, self._start, self._newest)
 
     def end(self, step: int, end: float) -> None:
-        while self._open and self._open[0][0] <= step:
-            _, number, scheduled_at, shape = self._open.popleft()
-            self._write(number, scheduled_at, end, shape)
+        while self._open and self._open[0].step <= step:
+            self._write(self._open.popleft(), end)
 
     def other_shapes_at(self, time: float) -> list[StepShape]:
-        """Return the shapes that the other ranks compute at a time."""
         found = (self._shape_at(rank * RANK_BYTES, time) for rank in self._others)
         return [shape for shape in found if shape is not None]
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
-    def _write(self, number: int, scheduled_at: float, end: float, shape: StepShape) -> None:
+    def _write(self, opened: OpenStep, end: float) -> None:
+        shape = opened.shape
         fields = FIELDS.pack(
-            number,
-            scheduled_at,
-            end,
-            shape.prefill_tokens,
-            shape.pairs,
-            shape.decodes,
-            shape.context_tokens,
-            shape.prompts,
-            shape.read_tokens,
-        )
-        at = _place(self._start, number)
+            opened.number, opened.scheduled_at, end, shape.prefill_tokens, shape.pairs,
+            shape.decodes, shape.context_tokens, shape.prompts, shape.read_tokens,
+        )  # fmt: skip
+        at = _place(self._start, opened.number)
         self._map[at : at + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
 
     def _shape_at(self, start: int, time: float) -> StepShape | None:

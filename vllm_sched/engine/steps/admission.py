@@ -70,29 +70,29 @@ class Admission:
         self._lanes = None
         self.queue.end_step()
 
-    def may_enter(self) -> Request | None:
+    def next_to_enter(self) -> Request | None:
         """Return the next request to admit, the KV cache aside."""
         if not admits_requests(self._scheduler):
             return None
-        choice: Request | None = self.queue.first_choice()
-        if choice is None or self.closed_adapter(choice):
+        choice: Request | None = self.queue.next_request()
+        if choice is None or self.adapter_without_slot(choice):
             return None
         return choice if self.queue.may_begin(choice) else None
 
-    def ask_gates(self) -> None:
+    def recount_held(self) -> None:
         """Count the held requests of each lane, unless the counts are recent."""
         # Counts are recent if vLLM looked for a request in the last step. With a single policy
         # that has gates, no other policy holds a request.
         if (
             len(self._hooks.gate) > 1
-            and not self.queue.offered
+            and not self.queue.was_scanned_last_step
             and admits_requests(self._scheduler)
         ):
-            self.queue.ask_gates()
+            self.queue.recount_held()
 
-    def skips_adapter(self, request: Request) -> bool:
+    def skip_without_adapter(self, request: Request) -> bool:
         """Return whether a request with KV blocks, which has no lane, lacks a LoRA slot."""
-        if (slots := self.lora_slots) is None or not self.closed_adapter(request):
+        if (slots := self.lora_slots) is None or not self.adapter_without_slot(request):
             return False
         slots.record_skip(request)
         return True
@@ -109,7 +109,6 @@ class Admission:
         self._num_running = len(running)
 
     def lanes_of(self, request: Request) -> LaneKey:
-        """Return the lane of a waiting request, for each policy."""
         # The queue asks often. Lanes that do not depend on the prefix cache hold for the step.
         known = self._lanes
         if known is not None and (lanes := known.get(request.request_id)) is not None:
@@ -147,7 +146,7 @@ class Admission:
                 stays(lanes[number], head) for number, stays in self._hooks.stays
             ):
                 strictest = CLOSED  # not held: it will move to its new lane
-        self.queue.held(lanes, closed_by)
+        self.queue.lane_counts.note_gate(lanes, closed_by)
         self._note_gate(lanes, closed_by)
         return strictest
 
@@ -159,11 +158,11 @@ class Admission:
     def due(self, request: Request, since: float) -> float:
         return max((due(request, since) for due in self._hooks.due), default=since)
 
-    def closed_adapter(self, request: Request) -> int:
+    def adapter_without_slot(self, request: Request) -> int:
         if (slots := self.lora_slots) is None:
             return 0
         self.note_admissions()
-        return slots.closed_adapter(request)
+        return slots.adapter_without_slot(request)
 
     def open_adapters(self) -> Collection[int] | None:
         if (slots := self.lora_slots) is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.steps.admission import Admission
+from vllm_sched.engine.steps.block_chunks import BlockChunks
 from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.engine.steps.plan import StepLimit, StepPlan
 from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
@@ -84,11 +84,11 @@ class StepBudget:
     def _with_block(self, step: Step, needed: int, blocks: BlockChunks) -> int:
         """Return the least budget in which the first prompt gets a chunk."""
         least = [
-            blocks.least(request, request.num_computed_tokens)
+            blocks.tokens_to_boundary(request, request.num_computed_tokens)
             for request in (*step.prefills, *self._scheduler.kv_holding_waiting)
         ]
-        if (head := self._admission.may_enter()) is not None:
-            least.append(blocks.least(head, self._prefixes.tokens(head)))
+        if (head := self._admission.next_to_enter()) is not None:
+            least.append(blocks.tokens_to_boundary(head, self._prefixes.tokens(head)))
         elif step.waiting:  # a request behind may enter
             least.append(blocks.block)
         # With less than a block, vLLM lets chunks end anywhere.
@@ -102,7 +102,7 @@ class StepBudget:
         """
         tokens = left = max(wanted - step.decodes, 1)
         prompts: list[Request] = [*step.prefills]
-        if (head := self._admission.may_enter()) is not None:
+        if (head := self._admission.next_to_enter()) is not None:
             prompts.append(head)
         for request in prompts:
             # Earlier prompts may take less, so this prompt may already be at an image.

@@ -6,8 +6,8 @@ from typing import Final
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.steps.admission import Admission
+from vllm_sched.engine.steps.block_chunks import BlockChunks
 from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.policies.types import Step
 
@@ -56,7 +56,7 @@ class StepChunks:
             # Other requests may wait for the blocks of this waiting request.
             granted = max(granted, 1)
         if granted <= 0:
-            self._admission.queue.end_offers()
+            self._admission.queue.stop_scan()
         self._given += granted
         return granted
 
@@ -101,11 +101,10 @@ class StepChunks:
                 taken_back(request, tokens)
 
     def _has_other_work(self) -> bool:
-        """Return whether the step has work without the present prefill."""
         step = self._step
         if self._given or step.decodes:
             return True
-        if step.refused is not None or (head := self._admission.may_enter()) is None:
+        if step.refused is not None or (head := self._admission.next_to_enter()) is None:
             return False
         granted = self._least_chunk(head, 0, min(head.num_tokens, step.budget))
         self._take_back(head, granted)

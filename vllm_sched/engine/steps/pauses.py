@@ -9,8 +9,6 @@ from vllm_sched.engine.steps.plan import StepPlan
 
 
 class DecodePauses:
-    """The current pause, if any."""
-
     def __init__(self, scheduler: Scheduler, hooks: PolicyHooks) -> None:
         self._scheduler = scheduler
         self._hooks = hooks

@@ -13,9 +13,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import policy_setup
-from vllm_sched.engine.block_chunks import BlockChunks
-from vllm_sched.engine.in_flight import StepStarted, chunks_of
+from vllm_sched.engine.in_flight import ScheduledStep, chunks_of
 from vllm_sched.engine.steps.admission import Admission
+from vllm_sched.engine.steps.block_chunks import BlockChunks
 from vllm_sched.engine.steps.budget import StepBudget
 from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.hooks import PolicyHooks
@@ -99,16 +99,17 @@ class StepPlanner:
             clock_offset=now - wall_now,
             paused_s=self._pauses.seconds(now),
             paused_steps=self._pauses.steps,
-            may_enter=self.admission.may_enter,
-            ask_gates=self.admission.ask_gates,
+            next_to_enter=self.admission.next_to_enter,
+            recount_held=self.admission.recount_held,
             class_of=self.classes.of,
             loading=self._loading_requests,
             loaded=self._loaded,
             cached_of=self.prefixes.recent_tokens,
         )
         self._departed = 0
-        for policy, counts in zip(self._policies, self.admission.queue.counts, strict=True):
-            policy.begin_step(step, counts)
+        counts = self.admission.queue.lane_counts.by_policy
+        for policy, counts_of_lanes in zip(self._policies, counts, strict=True):
+            policy.begin_step(step, counts_of_lanes)
         return StepPlan(step, len(scheduler.running), decode_is_last)
 
     def constrain(self, plan: StepPlan) -> StepLimit | None:
@@ -133,7 +134,7 @@ class StepPlanner:
             room=self._budget.prefill_room(plan, limit),
         )
 
-    def end_step(self, output: SchedulerOutput, plan: StepPlan) -> StepStarted | None:
+    def end_step(self, output: SchedulerOutput, plan: StepPlan) -> ScheduledStep | None:
         """Return what vLLM scheduled; None for an empty step."""
         scheduler, step = self._scheduler, plan.step
         self.admission.note_admissions()
@@ -149,7 +150,7 @@ class StepPlanner:
         admitted = scheduler.running[plan.num_running :]
         chunks = chunks_of(itertools.chain(step.prefills, admitted), tokens)
         decodes = len(tokens) - len(chunks)
-        return StepStarted(
+        return ScheduledStep(
             output,
             step.index,
             step.now,

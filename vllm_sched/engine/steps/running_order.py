@@ -29,7 +29,7 @@ class RunningOrder:
         self._hooks = hooks
         self._classes = classes
         self._kv_cache = kv_cache
-        self._arranges = any(policy.arranges for policy in policies)
+        self._sorts = any(policy.sorts_running for policy in policies)
         # With priority scheduling vLLM preempts by priority.
         self._by_class = (
             classes.policy is not None and scheduler.policy != SchedulingPolicy.PRIORITY
@@ -51,7 +51,7 @@ class RunningOrder:
     def arrange(self, prefills: list[Request], decoding: list[Request], kv_free: float) -> bool:
         """Sort `running`; return whether a decode is last, behind prefills."""
         by_class = self._by_class and self._may_preempt(kv_free, prefills)
-        if not (by_class or (prefills and self._arranges)):
+        if not (by_class or (prefills and self._sorts)):
             return False
         running = self._scheduler.running
         prefills.sort(key=self._rank)

@@ -13,10 +13,10 @@ class ServiceClasses:
     """The classes by the policy that has them, cached for decodes."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
-        self.policy = next((policy for policy in policies if policy.classes), None)
+        self.policy = next((policy for policy in policies if policy.has_classes), None)
         self.of = one_class if self.policy is None else self.policy.service_class
         self._known: dict[Request, float] = {}
-        self._reclassed: int | None = None  # the policy's, at the last clear
+        self._class_changes: int | None = None  # the policy's, at the last clear
 
     def of_decodes(self, decoding: Iterable[Request]) -> dict[Request, float]:
         """Return at least the classes of these decodes.
@@ -24,10 +24,10 @@ class ServiceClasses:
         To save time, the policy is asked about new decodes only, unless classes changed.
         """
         known = self._known
-        reclassed = None if self.policy is None else self.policy.reclassed
-        if reclassed is None or reclassed != self._reclassed:
+        class_changes = None if self.policy is None else self.policy.class_changes
+        if class_changes is None or class_changes != self._class_changes:
             known.clear()
-            self._reclassed = reclassed
+            self._class_changes = class_changes
         for request in decoding:
             if request not in known:
                 known[request] = self.of(request)

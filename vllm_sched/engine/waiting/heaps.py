@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from vllm_sched.engine.waiting.held import LaneCounts, LaneKey
 
-# Entries of requests that left are removed at the front of a heap, or once they are the majority
+# Entries of requests that left are removed at the top of a heap, or once they are the majority
 # and more than this.
 MAX_DEAD_ENTRIES = 64
 # Other groups are LoRA adapters without a slot.
@@ -33,110 +33,128 @@ class Entry(NamedTuple):
 class Place(NamedTuple):
     entry: Entry
     lane: LaneKey
-    group: int
+    group: int = IN_LANE
 
 
 class LaneHeaps:
+    """Where each waiting request is, and the number of requests in each lane."""
+
     def __init__(
         self, num_policies: int, open_adapters: Callable[[], Collection[int] | None]
     ) -> None:
+        self.places: dict[Request, Place] = {}
+        # A heap for each lane, by group.
+        self.lanes: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
+        self.aside: dict[Request, None] = {}  # in the order of the last offers
+        self.counts = LaneCounts(num_policies)
         self._open_adapters = open_adapters  # None for all
-        # By group, then by lane.
-        self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
-        self._live: dict[Request, Place] = {}
-        # The group SET_ASIDE, in the order of the last offers.
-        self._aside: dict[Request, None] = {}
-        # Requests of each other group, by lane.
+        # Requests of each group other than IN_LANE, by lane.
         self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
-        # The step in which a request in its lane could not begin.
-        self._turned_away: dict[Request, int] = {}
         self._dead = 0  # entries of requests that left
-        self._now = 0.0  # when the step began
-        self.counted = LaneCounts(num_policies)
-        self.counts, self.here = self.counted.by_policy, self.counted.here
-        self.held = self.counted.note_gate
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._live
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate in vLLM's order, without regard to lanes and gates."""
-        return (entry.request for entry in sorted(place.entry for place in self._live.values()))
+        return (entry.request for entry in sorted(place.entry for place in self.places.values()))
 
-    def waits(self) -> Iterator[tuple[LaneKey, float]]:
-        """Return the waits of fronts, and of requests set aside."""
-        yield from self._waits_of_fronts(self._heaps)
-        for entry, lane, _ in map(self._live.__getitem__, self._aside):
-            yield lane, self._now - entry.gate_since
-
-    def _gate_since_behind(self, lane: LaneKey, order: Any) -> float:
-        heap = self._heaps[IN_LANE].get(lane)
-        if not heap or heap[0].request not in self._live or not order < heap[0].order:
-            return inf
-        return heap[0].gate_since
-
-    def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
-        heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
-        self._track(Place(entry, lane, group))
-
-    def _track(self, place: Place) -> None:
-        self._live[place.entry.request] = place
+    def add(self, place: Place) -> None:
+        entry, lane, group = place
+        if group == SET_ASIDE:
+            self.aside[entry.request] = None
+        else:
+            heapq.heappush(self.lanes.setdefault(group, {}).setdefault(lane, []), entry)
+        self.places[entry.request] = place
         self._count(place, 1)
 
-    def _untrack(self, request: Request) -> None:
-        place = self._live.pop(request)
-        self._count(place, -1)
-        if place.group == SET_ASIDE:
-            del self._aside[request]
+    def remove(self, request: Request) -> None:
+        """Remove a request; its entry stays in the heap for a while."""
+        self._dead += self._forget(request).group != SET_ASIDE
+        if self._dead > MAX_DEAD_ENTRIES and self._dead > len(self.places):
+            self._drop_dead()
 
-    def _count(self, place: Place, requests: int) -> None:
-        entry, lane, group = place
-        self.counted.add(lane, requests, requests * entry.tokens)
-        if group != IN_LANE:
-            self._sizes[group][lane] += requests
+    def pop(self, request: Request) -> Place:
+        """Remove a request that is the head of its heap, or set aside."""
+        place = self._forget(request)
+        if place.group != SET_ASIDE:
+            heapq.heappop(self.lanes[place.group][place.lane])
+        return place
 
-    def _waits_of_fronts(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, float]]:
+    def reorder_head(self, group: int, lane: LaneKey, order: Any) -> None:
+        later = self.lanes[group][lane][0]._replace(order=order)
+        heapq.heapreplace(self.lanes[group][lane], later)
+        self.places[later.request] = Place(later, lane, group)
+
+    def head(self, group: int, lane: LaneKey) -> Entry | None:
+        """Return the head of a lane, after a removal of dead entries before it."""
+        heap = self.lanes[group][lane]
+        while heap:
+            entry = heap[0]
+            place = self.places.get(entry.request)
+            if place is not None and place.entry is entry:
+                return entry
+            heapq.heappop(heap)
+            self._dead -= 1
+        return None
+
+    def drop_empty_groups(self, groups: Iterable[int]) -> None:
         for group in groups:
-            for lane, heap in self._heaps[group].items():
-                self._drop_dead_front(heap)
-                if heap:
-                    yield lane, self._now - heap[0].gate_since
+            if group != IN_LANE and not self.lanes[group]:
+                del self.lanes[group]
+                self._sizes.pop(group, None)
 
-    def _count_held(self) -> None:
-        barred: Counter[LaneKey] = Counter()
-        if self._turned_away:
-            barred.update(self._live[request].lane for request in self._turned_away)
-        if self._sizes:
-            open_groups = self._open_groups()
-            for group, sizes in self._sizes.items():
-                if group not in open_groups:
-                    barred.update(sizes)
-        self.counted.note_held(barred)
-
-    def _open_groups(self) -> list[int]:
-        if len(self._heaps) == 1:
+    def open_groups(self) -> list[int]:
+        if len(self.lanes) == 1:
             return [IN_LANE]
         adapters = self._open_adapters()
         if adapters is None:
-            return list(self._heaps)
-        return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
+            return list(self.lanes)
+        return [IN_LANE, *(adapter for adapter in adapters if adapter in self.lanes)]
 
-    def _drop_dead_front(self, heap: list[Entry]) -> None:
-        while heap and (
-            (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
-        ):
-            heapq.heappop(heap)
-            self._dead -= 1
+    def heads(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, Entry]]:
+        for group in groups:
+            for lane in self.lanes[group]:
+                if (entry := self.head(group, lane)) is not None:
+                    yield lane, entry
+
+    def gate_since_behind(self, lane: LaneKey, order: Any) -> float:
+        """Return since when the head waits for its gate, if `order` comes before it."""
+        heap = self.lanes[IN_LANE].get(lane)
+        if not heap or heap[0].request not in self.places or not order < heap[0].order:
+            return inf
+        return heap[0].gate_since
+
+    def count_waits(self, now: float) -> None:
+        heads = self.heads(self.open_groups())
+        self.counts.note_waits((lane, now - entry.gate_since) for lane, entry in heads)
+
+    def count_held(self, turned_away: Iterable[Request]) -> None:
+        """Count the requests that policies hold, and other requests that cannot begin."""
+        barred = Counter(self.places[request].lane for request in turned_away)
+        if self._sizes:
+            open_groups = self.open_groups()
+            for group, sizes in self._sizes.items():
+                if group not in open_groups:
+                    barred.update(sizes)
+        self.counts.note_held(barred)
+
+    def _forget(self, request: Request) -> Place:
+        place = self.places.pop(request)
+        if place.group == SET_ASIDE:
+            del self.aside[request]
+        self._count(place, -1)
+        return place
+
+    def _count(self, place: Place, requests: int) -> None:
+        entry, lane, group = place
+        self.counts.add(lane, requests, requests * entry.tokens)
+        if group != IN_LANE:
+            self._sizes[group][lane] += requests
 
     def _drop_dead(self) -> None:
-        self._heaps = {IN_LANE: {}}
-        for entry, lane, group in self._live.values():
+        self.lanes = {IN_LANE: {}}
+        for entry, lane, group in self.places.values():
             if group != SET_ASIDE:
-                self._heaps.setdefault(group, {}).setdefault(lane, []).append(entry)
-        for heaps in self._heaps.values():
+                self.lanes.setdefault(group, {}).setdefault(lane, []).append(entry)
+        for heaps in self.lanes.values():
             for heap in heaps.values():
                 heapq.heapify(heap)
         for group in [group for group, sizes in self._sizes.items() if not any(sizes.values())]:

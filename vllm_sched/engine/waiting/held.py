@@ -58,32 +58,31 @@ class LaneCounts:
             defaultdict(LaneCount) for _ in range(num_policies)
         ]
         # Requests by the lanes of all policies, as gates are asked.
-        self.here: Counter[LaneKey] = Counter()
-        # The first policy whose gate was closed to a lane's front.
+        self.waiting: Counter[LaneKey] = Counter()
+        # The first policy whose gate was closed to a lane's head.
         self.held_by: dict[LaneKey, int] = {}
 
     def add(self, lane: LaneKey, requests: int, tokens: int) -> None:
         """Add requests to a lane; negative numbers remove."""
-        self.here[lane] += requests
-        if not self.here[lane]:
-            del self.here[lane]
+        self.waiting[lane] += requests
+        if not self.waiting[lane]:
+            del self.waiting[lane]
         for counts, name in zip(self.by_policy, lane, strict=True):
             count = counts[name]
             count.requests += requests
             count.tokens += tokens
 
     def note_gate(self, lane: LaneKey, by: int | None) -> None:
-        """Note which policy's gate was closed to the lane."""
         if by is None:
             self.held_by.pop(lane, None)
         else:
             self.held_by[lane] = by
 
-    def note_waits(self, fronts: Iterable[tuple[LaneKey, float]]) -> None:
+    def note_waits(self, heads: Iterable[tuple[LaneKey, float]]) -> None:
         for counts in self.by_policy:
             for count in counts.values():
                 count.waited = 0.0
-        for lane, waited in fronts:
+        for lane, waited in heads:
             for counts, name in zip(self.by_policy, lane, strict=True):
                 count = counts[name]
                 if waited > count.waited:
@@ -100,4 +99,4 @@ class LaneCounts:
                 if by is None or by == number:
                     counts[name].barred += barred[lane]
                 else:
-                    counts[name].held += self.here[lane]
+                    counts[name].held += self.waiting[lane]

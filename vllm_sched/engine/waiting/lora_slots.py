@@ -81,7 +81,6 @@ class LoraSlots:
                 del self._skipped[adapter]
 
     def open_adapters(self) -> Collection[int] | None:
-        """Return the adapters with which requests may enter; None for all."""
         free = self.max_loras - len(self._running)
         if self._overdue is None or free > 1:  # the overdue adapter needs a single slot
             return None if free > 0 else self._running
@@ -89,8 +88,7 @@ class LoraSlots:
             return self._running.keys() | {self._overdue}
         return self._running.keys() - {self._leaving}
 
-    def closed_adapter(self, request: Request) -> int:
-        """Return the request's adapter if it has no slot, else 0."""
+    def adapter_without_slot(self, request: Request) -> int:
         adapter = adapter_of(request)
         if not adapter or (may_run := self.open_adapters()) is None or adapter in may_run:
             return 0

@@ -1,6 +1,6 @@
 """A waiting queue of lanes with gates, in place of vLLM's own.
 
-Policies put each request into a lane. The most urgent front of the open lanes is next; vLLM's order
+Policies put each request into a lane. The most urgent head of the open lanes is next; vLLM's order
 breaks ties. A closed lane costs nothing, however many requests it holds.
 
 A request that cannot begin, which vLLM pops and puts back, leaves its lane until a LoRA slot is
@@ -12,16 +12,15 @@ all requests; `bool` is False if no request may enter now.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
 from typing import Any, Protocol
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_sched.engine.waiting.heaps import MAX_DEAD_ENTRIES, SET_ASIDE, Entry, LaneHeaps, Place
+from vllm_sched.engine.waiting.heaps import SET_ASIDE, Entry, LaneHeaps, Place
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Gate
 
@@ -50,7 +49,7 @@ class LaneRules(Protocol):
     def due(self, request: Request, since: float) -> float:
         """Return when a request that waits since then should enter."""
 
-    def closed_adapter(self, request: Request) -> int:
+    def adapter_without_slot(self, request: Request) -> int:
         """Return the request's LoRA adapter if it has no slot, else 0."""
 
     def open_adapters(self) -> Collection[int] | None:
@@ -62,23 +61,27 @@ class LaneRules(Protocol):
         """Return the blocks of prefixes read in this step."""
 
 
-class LaneQueue(LaneHeaps, RequestQueue):
+class LaneQueue(RequestQueue):
     def __init__(
         self, rules: LaneRules, *, by_priority: bool, clock: Callable[[], float], num_policies: int
     ) -> None:
-        super().__init__(num_policies, rules.open_adapters)
+        self._heaps = LaneHeaps(num_policies, rules.open_adapters)
+        self.lane_counts = self._heaps.counts
         self._rules = rules
         self._by_priority = by_priority
         self._clock = clock
         self._last = 0  # order of the last request
         self._first = 0  # order of the first request
+        self._now = 0.0  # when the step began
         # Popped in this step. A request that is put back keeps its place.
         self._popped: dict[Request, Place] = {}
         # Admitted in the step before: since when they waited, and where.
         self.entered: dict[Request, tuple[float, LaneKey]] = {}
         self._steps = 0
         self._moves = 0  # in this step
-        # The right lane of fronts that could not move, by group and present lane.
+        # The step in which a request in its lane could not begin.
+        self._turned_away: dict[Request, int] = {}
+        # The right lane of heads that could not move, by group and present lane.
         self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
@@ -86,7 +89,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         # Given no tokens by a policy in this step.
         self._without_tokens: Place | None = None
         self._was_scanned = False  # vLLM looked for a request in this step
-        self.offered = False  # in the step before
+        self.was_scanned_last_step = False  # in the step before
 
     # Around a step
 
@@ -95,12 +98,12 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._steps += 1
         self._moves = 0
         self._forget_offer()
-        if self._aside:
+        if self._heaps.aside:
             self._offer_again()
-        self.counted.note_waits(self._waits_of_fronts(self._open_groups()))
-        self._count_held()
-        self.counted.held_by.clear()
-        self.offered, self._was_scanned = self._was_scanned, False
+        self._heaps.count_waits(now)
+        self._heaps.count_held(self._turned_away)
+        self.lane_counts.held_by.clear()
+        self.was_scanned_last_step, self._was_scanned = self._was_scanned, False
 
     def end_step(self) -> None:
         if self._peeked and self._offer is not None:
@@ -115,26 +118,42 @@ class LaneQueue(LaneHeaps, RequestQueue):
                 if self._steps - step < RETRY_STEPS
             }
 
-    def end_offers(self) -> None:
+    def stop_scan(self) -> None:
         """Note that a policy gave the offered request no tokens, and end the scan."""
         self._peeked = False
         if self._offer is not None:
             self._turned_away.pop(self._offer, None)  # it can begin
-            self._without_tokens = self._live[self._offer]
+            self._without_tokens = self._heaps.places[self._offer]
 
     def may_begin(self, request: Request) -> bool:
         """Return whether the request was not turned away lately."""
         return request not in self._turned_away
 
-    def ask_gates(self) -> None:
-        self.first_choice()
-        self._count_held()
+    def recount_held(self) -> None:
+        self.next_request()
+        self._heaps.count_held(self._turned_away)
 
-    def first_choice(self) -> Request | None:
-        """Return the next request without offering it."""
-        return self._offer or (self._choose() if self._live else None)
+    def next_request(self) -> Request | None:
+        return self._offer or (self._choose() if self._heaps.places else None)
+
+    def waits(self) -> Iterator[tuple[LaneKey, float]]:
+        """Return the waits of heads, and of requests set aside."""
+        for lane, entry in self._heaps.heads(self._heaps.lanes):
+            yield lane, self._now - entry.gate_since
+        for request in self._heaps.aside:
+            entry, lane, _ = self._heaps.places[request]
+            yield lane, self._now - entry.gate_since
 
     # Overrides
+
+    def __len__(self) -> int:
+        return len(self._heaps.places)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._heaps)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._heaps.places
 
     def add_request(self, request: Request) -> None:
         self._last += 1
@@ -164,9 +183,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         request = self._offered()
         if request is None:
             raise IndexError("pop from a queue without an open lane")
-        entry, lane, group = self._live[request]
-        heapq.heappop(self._heaps[group][lane])  # the offer is the head
-        self._untrack(request)
+        entry, lane, group = self._heaps.pop(request)
         self._turned_away.pop(request, None)
         self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
         if self.refused is request and self._without_tokens is None:
@@ -175,22 +192,19 @@ class LaneQueue(LaneHeaps, RequestQueue):
         return request
 
     def remove_request(self, request: Request) -> None:
-        if request not in self._live:
+        if request not in self:
             raise ValueError(f"request {request.request_id} is not waiting")
         self.remove_requests((request,))
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests; absent ones are ignored."""
         for request in requests:
-            if request in self._live:
-                self._dead += self._live[request].group != SET_ASIDE
-                self._untrack(request)
+            if request in self._heaps.places:
+                self._heaps.remove(request)
                 self._turned_away.pop(request, None)
             if self.refused is request:
                 self.refused = None
         self._forget_offer()
-        if self._dead > MAX_DEAD_ENTRIES and self._dead > len(self._live):
-            self._drop_dead()
 
     def __bool__(self) -> bool:
         """Return whether a request may enter now."""
@@ -201,7 +215,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._forget_offer()
         # vLLM 0.33 pops a request without tokens and puts it back.
         if self._without_tokens is not None and request is self._without_tokens.entry.request:
-            self._place(*self._without_tokens)
+            self._heaps.add(self._without_tokens)
             return
         if popped is not None and number < 0:
             self._set_aside(popped)
@@ -211,38 +225,40 @@ class LaneQueue(LaneHeaps, RequestQueue):
         due = self._rules.due(request, since) if number > 0 else -inf
         order = request if self._by_priority else (due, number)
         lane = self._rules.lanes_of(request)
-        # Behind a preempted front, longer waits must still count.
-        gate_since = min(since, self._gate_since_behind(lane, order)) if number < 0 else since
-        self._place(Entry(order, request, since, request.num_tokens, gate_since), lane)
+        gate_since = since
+        if number < 0:  # behind a preempted head, longer waits must still count
+            gate_since = min(since, self._heaps.gate_since_behind(lane, order))
+        self._heaps.add(Place(Entry(order, request, since, request.num_tokens, gate_since), lane))
 
     def _set_aside(self, popped: Place) -> None:
         entry, lane, _ = popped
         request = entry.request
-        if group := self._rules.closed_adapter(request):
-            self._place(entry, lane, group)
+        if adapter := self._rules.adapter_without_slot(request):
+            self._heaps.add(Place(entry, lane, adapter))
         elif request.num_preemptions:
             # Its results are in flight for a step or two.
             self._turned_away[request] = self._steps
-            self._place(entry, lane)
+            self._heaps.add(Place(entry, lane))
         else:
-            self._aside[request] = None
-            self._track(Place(entry, lane, SET_ASIDE))
+            self._heaps.add(Place(entry, lane, SET_ASIDE))
 
     def _offer_again(self) -> None:
-        offered = Counter(self._live[request].lane for request in self._turned_away)
-        again: list[Place] = []
-        for request in self._aside:
-            place = self._live[request]
-            if offered[place.lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
+        """Put requests that were set aside back into their lanes."""
+        places = self._heaps.places
+        offered = Counter(places[request].lane for request in self._turned_away)
+        again: list[Request] = []
+        for request in self._heaps.aside:
+            lane = places[request].lane
+            if offered[lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
                 continue
-            offered[place.lane] += 1
-            again.append(place)
+            offered[lane] += 1
+            again.append(request)
             if len(again) == MAX_RETRIES:
                 break
-        for entry, lane, _ in again:
-            self._untrack(entry.request)
-            self._turned_away[entry.request] = self._steps
-            self._place(entry, lane)
+        for request in again:
+            entry, lane, _ = self._heaps.pop(request)
+            self._turned_away[request] = self._steps
+            self._heaps.add(Place(entry, lane))
 
     def _forget_offer(self) -> None:
         self._offer = None
@@ -250,78 +266,68 @@ class LaneQueue(LaneHeaps, RequestQueue):
 
     def _offered(self) -> Request | None:
         self._was_scanned = True
-        if self._offer is None and self._live and self._without_tokens is None:
+        if self._offer is None and self._heaps.places and self._without_tokens is None:
             self._offer = self._choose()
         return self._offer
 
     def _choose(self) -> Request | None:
-        # A move can change any front, so compare fronts after all moves.
+        # A move can change any head, so compare heads after all moves.
         self._strays.clear()
-        groups = self._open_groups()
+        groups = self._heaps.open_groups()
         for group in groups:
-            for lane in tuple(self._heaps[group]):
-                self._move_strays(lane, group)
+            for lane in tuple(self._heaps.lanes[group]):
+                self._move_strays(group, lane)
         best: tuple[Gate, tuple[float, ...], Any] | None = None
         chosen = None
         for group in groups:
-            for lane, heap in self._heaps[group].items():
+            for lane, heap in self._heaps.lanes[group].items():
                 head = heap[0]
                 waited = self._now - head.gate_since
-                where = self._strays.get((group, lane), lane) if self._strays else lane
-                gate = self._rules.gate_of(where, head.request, waited)
+                right_lane = self._strays.get((group, lane), lane) if self._strays else lane
+                gate = self._rules.gate_of(right_lane, head.request, waited)
                 if gate is Gate.CLOSED:
                     continue
-                place = (gate, self._rules.urgency_of(where, head.request, waited), head.order)
-                if best is None or place < best:
-                    best = place
+                urgency = self._rules.urgency_of(right_lane, head.request, waited)
+                if best is None or (gate, urgency, head.order) < best:
+                    best = (gate, urgency, head.order)
                     chosen = head.request
-        for group in groups[1:]:
-            if not self._heaps[group]:
-                del self._heaps[group]
-                self._sizes.pop(group, None)
+        self._heaps.drop_empty_groups(groups)
         return chosen
 
-    def _move_strays(self, lane: LaneKey, group: int) -> None:
-        """Move fronts that belong to another lane, and note a stray that may not move."""
-        heap = self._heaps[group][lane]
-        while heap:
-            self._drop_dead_front(heap)
-            if not heap:
-                break
-            entry = heap[0]
-            if self._rules.has_deadlines and self._puts_back_late(heap, entry):
+    def _move_strays(self, group: int, lane: LaneKey) -> None:
+        """Move heads that belong to another lane, and note a stray that may not move."""
+        while (head := self._heaps.head(group, lane)) is not None:
+            if self._rules.has_deadlines and self._puts_back_late(head, group, lane):
                 continue
-            belongs = self._rules.lanes_of(entry.request)
-            if belongs == lane:
+            right_lane = self._rules.lanes_of(head.request)
+            if right_lane == lane:
                 return
-            if not self._may_move(entry, belongs):
-                self._strays[group, lane] = belongs
+            if not self._may_move(head, right_lane):
+                self._strays[group, lane] = right_lane
                 return
             self._moves += 1
-            heapq.heappop(heap)
-            self._untrack(entry.request)
-            self._place(entry, belongs, group)
-        del self._heaps[group][lane]
+            self._heaps.pop(head.request)
+            self._heaps.add(Place(head, right_lane, group))
+        del self._heaps.lanes[group][lane]
 
-    def _puts_back_late(self, heap: list[Entry], entry: Entry) -> bool:
-        """Move a front behind requests that can still be on time, once it is late itself."""
-        if self._by_priority or entry.order[0] >= self._now:
+    def _puts_back_late(self, head: Entry, group: int, lane: LaneKey) -> bool:
+        """Move a head behind requests that can still be on time, once it is late itself."""
+        if self._by_priority or head.order[0] >= self._now:
             return False
-        due, number = self._rules.due(entry.request, entry.since), entry.order[1]
-        if number < 0 or due <= entry.order[0]:
+        before, number = head.order
+        due = self._rules.due(head.request, head.since)
+        if number < 0 or due <= before:
             return False
-        later = entry._replace(order=(due, number))
-        heapq.heapreplace(heap, later)
-        self._live[entry.request] = self._live[entry.request]._replace(entry=later)
+        self._heaps.reorder_head(group, lane, (due, number))
         return True
 
-    def _may_move(self, entry: Entry, belongs: LaneKey) -> bool:
+    def _may_move(self, head: Entry, right_lane: LaneKey) -> bool:
         if self._moves < MAX_MOVES:
             return True
         if self._moves >= MAX_BLOCKING_MOVES or self._rules.blocks_read() >= MAX_BLOCKS_READ:
             return False
-        # An open front can enter from here. A held or refused front blocks its lane.
-        if self.refused is not None and self._rules.lanes_of(self.refused) == belongs:
+        # An open head can enter from here. A held or refused head blocks its lane.
+        if self.refused is not None and self._rules.lanes_of(self.refused) == right_lane:
             return True
-        waited = self._now - entry.gate_since
-        return self._rules.gate_of(belongs, entry.request, waited) is Gate.CLOSED
+        waited = self._now - head.gate_since
+        return self._rules.gate_of(right_lane, head.request, waited) is Gate.CLOSED

@@ -35,14 +35,13 @@ class PrefillSeconds:
             tokens += rest
             seconds -= model.chunk_seconds(Chunk(rest, computed))
         fitting = self._fitting(seconds, 0)
-        if newcomer is not None and fitting and (left := step.left(newcomer)):
+        if newcomer is not None and fitting and (left := step.tokens_left(newcomer)):
             chunk = Chunk(min(fitting, left), newcomer.num_tokens - left)
             self._reserved_s = model.chunk_seconds(chunk)
             self._reserved_for, self._reserved_class = newcomer, step.class_of(newcomer)
         return tokens + fitting
 
     def grant(self, step: Step, request: RequestView, computed: int, tokens: int) -> int:
-        """Return how many of the tokens fit, and reduce the time left."""
         left = self.seconds
         if (newcomer := self._reserved_for) is request:
             self._reserved_for = None

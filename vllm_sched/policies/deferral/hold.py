@@ -39,7 +39,6 @@ class Hold:
         return not self.slots_full and name != self.refused and kv_share < self.kv_left
 
     def end(self, step: Step, waiting: int, k: int) -> End | None:
-        """Return why the hold ends, or None."""
         progress = (step.now - self.since) / self.max_s
         wanted = math.ceil(k * min((1 - progress) / (1 - CONSTANT_K_SHARE), 1.0))
         if not step.running:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 
 # Shorts leave this share of the step to longs.
-LEAST_OF_STEP: Final = 1 / 4
+MIN_SHARE_OF_LONGS: Final = 1 / 4
 # Prompts of one class of service among which its share of a step is divided.
 MAX_PARTS: Final = 4
 
@@ -74,18 +74,18 @@ class StepDivision:
         better = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
         own = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
         waiting = prompts.waiting_shorts
-        asking = 0 if prompts.blocked else min(waiting.asking, max(step.free_slots, 0))
-        self._num_shorts = len(better) + len(own) + asking
+        entering = 0 if prompts.blocked else min(waiting.admissible, max(step.free_slots, 0))
+        self._num_shorts = len(better) + len(own) + entering
         # Tokens of waiting requests include cached ones.
-        expected = waiting.tokens * asking // max(waiting.requests, 1)
-        self._needed = _tokens_left(own) + min(expected, asking * threshold)
-        self._needed_first = _tokens_left(better)
+        expected = waiting.tokens * entering // max(waiting.requests, 1)
+        self._tokens_of_own = _tokens_left(own) + min(expected, entering * threshold)
+        self._tokens_of_better = _tokens_left(better)
         self._longs_due = len(prompts.classes) + prompts.entering  # longs without their chunk
         self._parts = max(min(self._num_shorts + self._longs_due, MAX_PARTS), 1)
         self._last_was_long = False
-        # Of each class of service: longs without their chunk, and tokens of shorts.
-        self._behind = prompts.classes.copy() if step.class_of is not one_class else None
-        self._shorts_took: dict[float, int] = {}
+        # The classes of longs without their chunk; None without classes of service.
+        self._classes_due = prompts.classes.copy() if step.class_of is not one_class else None
+        self._tokens_of_shorts: dict[float, int] = {}  # granted, by class
         self.reserve()
 
     def reserve(self) -> None:
@@ -95,13 +95,13 @@ class StepDivision:
         room = max(step.budget - step.decodes, 0)
         # With one token left, the engine tries a barred request again.
         barred = prompts.waiting_shorts.barred > 0 and step.free_slots > 0
-        first = min(self._needed_first, room)
-        most = room - int((room - first) * LEAST_OF_STEP)
-        needed = min(first + max(self._needed, int(barred)), most)
-        left = room - needed
+        for_better = min(self._tokens_of_better, room)
+        most = room - int((room - for_better) * MIN_SHARE_OF_LONGS)
+        for_shorts = min(for_better + max(self._tokens_of_own, int(barred)), most)
+        for_longs = room - for_shorts
         if chunk is not None:
-            left = min(left, max(chunk.tokens - needed, chunk.least, self._longs_due))
-        self.long_left = max(left, min(room - first, 1))  # tokens for all longs together
+            for_longs = min(for_longs, max(chunk.tokens - for_shorts, chunk.least, self._longs_due))
+        self.long_left = max(for_longs, min(room - for_better, 1))  # tokens for all longs together
         has_place = prompts.free_places > prompts.entering
         self._for_barred_long = int(prompts.waiting_longs.barred > 0 and has_place)
         # Shorts run before longs, so the longs' tokens must be reserved.
@@ -114,8 +114,8 @@ class StepDivision:
         self._last_was_long = as_long
         left = request.num_tokens - computed
         granted = min(tokens, left)
-        if self._behind is not None:
-            granted = min(granted, self._part_of_class(self._behind, request, left, tokens))
+        if self._classes_due is not None:
+            granted = min(granted, self._part_of_class(self._classes_due, request, left, tokens))
         if not as_long:
             granted = min(granted, self._short_left)
             self._count_short(request, granted)
@@ -136,27 +136,27 @@ class StepDivision:
 
     def _count_short(self, request: RequestView, tokens: int) -> None:
         self._short_left -= tokens
-        if self._behind is not None:
+        if self._classes_due is not None:
             own = self._step.class_of(request)
-            self._shorts_took[own] = self._shorts_took.get(own, 0) + tokens
+            self._tokens_of_shorts[own] = self._tokens_of_shorts.get(own, 0) + tokens
 
     def _part_of_class(
-        self, behind: list[float], request: RequestView, left: int, tokens: int
+        self, classes_due: list[float], request: RequestView, left: int, tokens: int
     ) -> int:
         """Divide the tokens of a class of service that has only a share of the step.
 
-        The share shows where `tokens` is less than the prompt could use. A short prompt that
-        `tokens` completes leaves nothing to longs.
+        An earlier policy gave the class a share if `tokens` is less than the prompt could use.
+        A short prompt that `tokens` completes leaves nothing to longs.
         """
         own = self._step.class_of(request)
-        if self._last_was_long and own in behind:
-            behind.remove(own)
+        if self._last_was_long and own in classes_due:
+            classes_due.remove(own)
         if tokens >= min(left, self._step.budget - self.decodes):
             return tokens
-        part = (tokens + self._shorts_took.get(own, 0)) // self._parts
+        part = (tokens + self._tokens_of_shorts.get(own, 0)) // self._parts
         if self._last_was_long:
             return max(part, 1) if self._num_shorts else tokens
-        longs = min(behind.count(own), self._parts - 1)
+        longs = min(classes_due.count(own), self._parts - 1)
         return max(tokens - min(longs * part, self._reserved_for_longs), 0)
 
 

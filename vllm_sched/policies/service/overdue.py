@@ -23,7 +23,6 @@ class OverdueTurns:
         self._due.clear()
 
     def is_due(self, lane: str, head: RequestView, waited: float) -> bool:
-        """Return whether the head goes before all lanes."""
         name, released = head.request_id, self.released.get(lane)
         self._due.pop(name, None)
         if released in self._running.requests:
@@ -35,11 +34,11 @@ class OverdueTurns:
         return name in self._due
 
     def is_new(self, name: str) -> bool:
-        """Return whether the front goes first, and was not released before."""
+        """Return whether the head goes first, and was not released before."""
         return self._due.get(name, False)
 
     def pop(self, name: str) -> bool | None:
-        """Forget a front; return `is_new`, or None if it does not go first."""
+        """Forget a head; return `is_new`, or None if it does not go first."""
         return self._due.pop(name, None)
 
     def release(self, lane: str, name: str) -> None:

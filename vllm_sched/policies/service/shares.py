@@ -17,8 +17,8 @@ class StepShares:
     """The tokens of one step that are left to each group."""
 
     batch_share: int
-    # Ranks that a request of a better rank limits while it enters.
-    others_between: tuple[float, float] = NO_RANK
+    # Prefills ranked between these are limited while a newcomer of the better rank enters.
+    limited_ranks: tuple[float, float] = NO_RANK
     _left: dict[str, int] = field(default_factory=dict)  # of groups that took tokens
     _charged: list[str] = field(default_factory=list)  # groups of the last chunk
 

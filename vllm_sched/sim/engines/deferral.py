@@ -22,7 +22,7 @@ FOREVER: Final = 1 << 40
 
 
 class EngineLoad(Protocol):
-    """The request counts of an engine, as `FluidSteps` has them."""
+    """The request counts of an engine, as `FluidScheduler` has them."""
 
     waiting: int
     decoding: int
@@ -34,7 +34,7 @@ class EngineLoad(Protocol):
 
 class Deferral:
     def __init__(self, model: WorkerModel, hold: AdmissionHold, *, decodes_pause: bool) -> None:
-        self.on = False
+        self.holding = False
         self.threshold = hold.departures or 1
         self._model = model
         self._hold = hold
@@ -61,28 +61,28 @@ class Deferral:
         self._ended += 1
         self._outputs += task.job.output_tokens
 
-    def update(self, now: float, filling: EngineLoad) -> None:
-        if not self.on:
-            if self._full and self.threshold > 1 and filling.waiting:
-                self.on, self._since, self._departed = True, now, 0
+    def update(self, now: float, load: EngineLoad) -> None:
+        if not self.holding:
+            if self._full and self.threshold > 1 and load.waiting:
+                self.holding, self._since, self._departed = True, now, 0
             else:
                 return
         wanted = self._departures_needed(now)
-        free = self._model.max_num_seqs - filling.running
+        free = self._model.max_num_seqs - load.running
         left = free if self._slots_full else self._departed
-        if not filling.running or not wanted or filling.waiting < wanted or left >= wanted:
-            self.on = False
+        if not load.running or not wanted or load.waiting < wanted or left >= wanted:
+            self.holding = False
 
-    def record_fill(self, filling: EngineLoad, *, refused: bool) -> None:
-        if not self.on:
-            self._slots_full = filling.running >= self._model.max_num_seqs
+    def record_step(self, load: EngineLoad, *, refused: bool) -> None:
+        if not self.holding:
+            self._slots_full = load.running >= self._model.max_num_seqs
             self._full = self._slots_full or refused
 
-    def steps(self, now: float, filling: EngineLoad) -> int:
+    def steps(self, now: float, load: EngineLoad) -> int:
         """Return the steps until the hold must be checked again."""
-        if not self.on:
+        if not self.holding:
             return FOREVER
-        shape = StepShape(decodes=max(filling.decoding, 1), context_tokens=filling.context)
+        shape = StepShape(decodes=max(load.decoding, 1), context_tokens=load.context)
         seconds = self._model.time.seconds(shape)
         # K falls during the second half of the longest hold; check every eighth.
         due = self._since + self._hold.max_s / 2

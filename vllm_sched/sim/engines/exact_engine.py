@@ -67,29 +67,29 @@ class ExactEngine:
         self._depth = 2 if model.async_scheduling else 1
         self._under_way: deque[tuple[SimulatedStep, float]] = deque()  # with end times
         self._arrived: list[Job] = []
-        self._left: list[str] = []
+        self._aborted: list[str] = []
         self._released: list[str] = []
-        self._loads: list[tuple[float, str]] = []  # end times of KV transfers
-        self._look_at = inf  # next turn while no step runs
-        self._wire_free = 0.0  # end of the last transfer
-        self._held_since = inf
+        self._fetches: list[tuple[float, str]] = []  # of KV: end time, job
+        self._link_free = 0.0  # end of the last fetch
+        self._poll_due = inf  # next turn of the loop while no step runs
+        self._stuck_since = inf  # idle, and no waiting request was admitted
 
     def submit(self, job: Job, now: float) -> None:
         self._arrived.append(job)
-        self._check_at(now)
+        self._poll_by(now)
 
     def abort(self, job_id: str, now: float) -> None:
-        self._left.append(job_id)
-        self._check_at(now)
+        self._aborted.append(job_id)
+        self._poll_by(now)
 
     def release(self, job_id: str, now: float) -> None:
         self._released.append(job_id)
-        self._check_at(now)
+        self._poll_by(now)
 
     def next_at(self) -> float:
         if self._under_way:
             return self._under_way[0][1]
-        return min(self._look_at, self._loads[0][0]) if self._loads else self._look_at
+        return min(self._poll_due, self._fetches[0][0]) if self._fetches else self._poll_due
 
     def advance(self, now: float) -> Sequence[Event]:
         events: list[Event] = []
@@ -120,22 +120,22 @@ class ExactEngine:
         }
 
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
-        from vllm_sched.engine.trace import chrome
+        from vllm_sched.engine.trace import chrome_trace
 
         if (trace := self.scheduler.trace) is None:
             return []
-        content = json.loads("".join(chrome(trace.copy(), now)))
+        content = json.loads("".join(chrome_trace(trace.copy(), now)))
         events: list[dict[str, Any]] = content["traceEvents"]
         return events
 
     # A turn of vLLM's loop
 
-    def _check_at(self, now: float) -> None:
-        self._look_at = min(self._look_at, now)
+    def _poll_by(self, now: float) -> None:
+        self._poll_due = min(self._poll_due, now)
 
     def _run_step(self, now: float, events: list[Event]) -> None:
         scheduler = self.scheduler
-        self._look_at = inf
+        self._poll_due = inf
         if self._under_way and self._under_way[0][1] <= now:
             self._finish(self._under_way.popleft()[0], now, events)
         self._deliver_arrivals(now, events)
@@ -146,7 +146,7 @@ class ExactEngine:
             if begun is None:
                 self._check_stuck(now)
                 return
-            self._held_since = inf
+            self._stuck_since = inf
             start = self._under_way[-1][1] if self._under_way else now
             seconds = self.step_s(begun)
             self._under_way.append((begun, start + seconds))
@@ -155,7 +155,7 @@ class ExactEngine:
 
     def _finish(self, step: SimulatedStep, now: float, events: list[Event]) -> None:
         for job_id, tokens, finished, cached in self.scheduler.finish(step, now):
-            if job_id not in self._left:
+            if job_id not in self._aborted:
                 events.append(Event(job_id, now, tokens, finished, cached_tokens=cached))
             elif finished:  # free the KV of an aborted prefill leg
                 self._released.append(job_id)
@@ -164,8 +164,8 @@ class ExactEngine:
         if not tokens:  # fully cached
             events.append(Event(job_id, now, fetched=True))
             return
-        self._wire_free = max(self._wire_free, now) + self.model.transfer_s(tokens)
-        heappush(self._loads, (self._wire_free, job_id))
+        self._link_free = max(self._link_free, now) + self.model.transfer_s(tokens)
+        heappush(self._fetches, (self._link_free, job_id))
 
     def step_s(self, step: SimulatedStep) -> float:
         return self.model.time.seconds(step.shape)
@@ -174,27 +174,27 @@ class ExactEngine:
         scheduler = self.scheduler
         for job in self._arrived:
             scheduler.add(_request(job), now)
-        if self._left:
-            scheduler.abort(self._left, now)
+        if self._aborted:
+            scheduler.abort(self._aborted, now)
         fetched = []
-        while self._loads and self._loads[0][0] <= now:
-            fetched.append(heappop(self._loads)[1])
+        while self._fetches and self._fetches[0][0] <= now:
+            fetched.append(heappop(self._fetches)[1])
         if fetched or self._released:
             events += [Event(each, now, fetched=True) for each in fetched]
             scheduler.report_transfers(fetched, self._released, now)
-        self._arrived, self._left, self._released = [], [], []
+        self._arrived, self._aborted, self._released = [], [], []
 
     def _check_stuck(self, now: float) -> None:
-        if self._under_way or len(self._loads) >= self.scheduler.unfinished:
+        if self._under_way or len(self._fetches) >= self.scheduler.unfinished:
             return
-        self._held_since = min(self._held_since, now)
-        if now - self._held_since > STUCK_S:
+        self._stuck_since = min(self._stuck_since, now)
+        if now - self._stuck_since > STUCK_S:
             raise UsageError(
                 f"worker {self.model.name}: {self.scheduler.unfinished} requests are waiting and "
                 f"none was admitted for {STUCK_S:g} s while idle; give it more kv_tokens, "
                 "or other policies"
             )
-        self._check_at(now + max(IDLE_POLL_S, IDLE_POLL_SHARE * (now - self._held_since)))
+        self._poll_by(now + max(IDLE_POLL_S, IDLE_POLL_SHARE * (now - self._stuck_since)))
 
 
 def _request(job: Job) -> NewRequest:
@@ -205,7 +205,7 @@ def _request(job: Job) -> NewRequest:
         job.prompt_tokens,
         1 if job.leg is Leg.PREFILL else job.output_tokens,
         token_namer(job.text, job.shared),
-        wishes=job.wishes,
+        extra_args=job.extra_args,
         priority=job.priority,
         remote_prefill=job.leg is Leg.DECODE,
         remote_decode=job.leg is Leg.PREFILL,

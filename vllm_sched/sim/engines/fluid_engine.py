@@ -19,7 +19,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.sim.engines.fluid_steps import FluidSteps, Parts, growth_of, shape_of
+from vllm_sched.sim.engines.fluid_scheduler import FluidScheduler, PlannedRun, growth_of, shape_of
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, KvTransfers, Task
 from vllm_sched.sim.engines.policy_effects import combined_effects
 from vllm_sched.sim.engines.step_run import NEVER, StepRun, TokenGaps
@@ -43,15 +43,15 @@ class FluidEngine:
     ) -> None:
         """Start idle; `ended` is called at a request's end with its longest gap."""
         self.model = model
-        self._each = each_token
+        self._each_token = each_token
         self._ended = ended
         self._tasks: dict[str, Task] = {}
         self._prefixes = CachedPrefixes(model.kv_tokens if model.prefix_caching else 0)
-        self._room = KvBlocks(model.kv_tokens, self._prefixes)
-        self._filling = FluidSteps(model, combined_effects(model), self._room)
+        self._kv = KvBlocks(model.kv_tokens, self._prefixes)
+        self._scheduler = FluidScheduler(model, combined_effects(model), self._kv)
         self._decoding: list[tuple[int, int, Task]] = []  # by last decode step
         self._kept: dict[str, Task] = {}  # finished prefill legs with unreleased KV
-        self._transfers = KvTransfers(model, self._room)
+        self._transfers = KvTransfers(model, self._kv)
         self._number = 0
         self._decode_steps = 0
         self._run = StepRun()
@@ -85,23 +85,23 @@ class FluidEngine:
             self.release(job_id, now)
             return
         task.gone = True
-        filling = self._filling
+        scheduler = self._scheduler
         if task.ends_at:
-            filling.end_decode(task, self._decode_steps)
-            self._run.decodes = min(self._run.decodes, filling.decoding)
+            scheduler.end_decode(task, self._decode_steps)
+            self._run.decodes = min(self._run.decodes, scheduler.decoding)
         elif task.fetching:
-            self._room.free(task)
-        elif task.job.leg is DECODE and not task.holds:
+            self._kv.free(task)
+        elif task.job.leg is DECODE and not task.has_kv:
             self._transfers.waiting.remove(task)  # not queued yet
             self._transfers.start(now)
         else:
-            filling.drop(task)
+            scheduler.drop(task)
         self._update_run(now)
 
     def release(self, job_id: str, now: float) -> None:
         task = self._kept.pop(job_id, None)
         if task is not None:
-            self._room.free(task)
+            self._kv.free(task)
             self._update_run(now)
 
     def next_at(self) -> float:
@@ -125,13 +125,13 @@ class FluidEngine:
         return events
 
     def gauges(self, now: float) -> Gauges:  # noqa: ARG002
-        filling, transfers = self._filling, self._transfers
+        scheduler, transfers = self._scheduler, self._transfers
         return Gauges(
-            running=filling.running,
-            waiting=filling.waiting + len(transfers.waiting) + len(transfers.under_way),
-            kv_usage=min(self._room.used / self._room.tokens, 1.0),
-            backlog_tokens=filling.backlog,
-            backlog_long_tokens=filling.backlog_long,
+            running=scheduler.running,
+            waiting=scheduler.waiting + len(transfers.waiting) + len(transfers.under_way),
+            kv_usage=min(self._kv.used / self._kv.tokens, 1.0),
+            backlog_tokens=scheduler.backlog,
+            backlog_long_tokens=scheduler.backlog_long,
             steps=self._all_steps,
             fetching=len(transfers.under_way),
         )
@@ -155,49 +155,50 @@ class FluidEngine:
 
     def _enqueue(self, task: Task, now: float) -> None:
         """Queue a request; cut the run if the request can enter before its end."""
-        filling, run = self._filling, self._run
+        scheduler, run = self._scheduler, self._run
         if run.end == NEVER:
             task.ready = self._all_steps
-            filling.push(task)
+            scheduler.push(task)
             self._plan_run(now)
             return
         passed = run.steps_begun(now - run.began)
         passed += self.model.async_scheduling
         task.ready = self._all_steps + passed
-        filling.push(task)
-        if passed < run.steps and filling.disturbs(task):
-            run.cut(passed)
+        scheduler.push(task)
+        if passed < run.steps and scheduler.disturbs(task):
+            run.end_after(passed)
 
     def _update_run(self, now: float) -> None:
         self._transfers.start(now)
         if self._run.end == NEVER:
             self._plan_run(now)
-        elif self._filling.waiting:
+        elif self._scheduler.waiting:
             run = self._run
             passed = run.steps_begun(now - run.began) + self.model.async_scheduling
             if passed < run.steps:
-                run.cut(passed)
+                run.end_after(passed)
 
     # Runs
 
     def _plan_run(self, now: float) -> None:
-        filling = self._filling
-        parts, pausing, most = filling.fill(now, self._all_steps)
-        decodes = 0 if pausing else filling.decoding
-        if parts or decodes:
-            self._begin_run(now, parts, decodes, most)
-        elif (ready := filling.next_ready(self._all_steps)) is not None:
+        scheduler = self._scheduler
+        planned = scheduler.schedule(now, self._all_steps)
+        decodes = 0 if planned.decodes_pause else scheduler.decoding
+        if planned.chunks or decodes:
+            self._begin_run(now, planned, decodes)
+        elif (ready := scheduler.next_ready(self._all_steps)) is not None:
             self._all_steps = ready  # idle: no step to wait for
             self._plan_run(now)
         else:
             self._run.stop()
 
-    def _begin_run(self, now: float, parts: Parts, decodes: int, most: int) -> None:
-        """Begin a run of at most `most` steps with these chunks and decodes."""
-        time, context = self.model.time, self._filling.context if decodes else 0
-        shape = shape_of(parts, decodes, context)
+    def _begin_run(self, now: float, planned: PlannedRun, decodes: int) -> None:
+        """Begin a run of at most the planned steps: decodes may end before."""
+        chunks, most = planned.chunks, planned.steps
+        time, context = self.model.time, self._scheduler.context if decodes else 0
+        shape = shape_of(chunks, decodes, context)
         tokens, growth = shape.prefill_tokens, time.context_s * decodes
-        if len(parts) == 1 and most > 1:
+        if len(chunks) == 1 and most > 1:
             growth += growth_of(time, tokens)
         first = time.seconds(shape)
         if tokens and first <= time.floor_s:
@@ -205,35 +206,35 @@ class FluidEngine:
         if decodes:
             most = min(most, self._decoding[0][0] - self._decode_steps)
         run = self._run
-        run.parts, run.decodes, run.began = parts, decodes, now
+        run.chunks, run.decodes, run.began = chunks, decodes, now
         run.first_s, run.growth_s = first, growth
-        run.cut(1 if self._each else max(most, 1))
+        run.end_after(1 if self._each_token else max(most, 1))
 
     def _end_run(self, at: float, events: list[Event]) -> None:
-        run, filling = self._run, self._filling
+        run, scheduler = self._run, self._scheduler
         steps, decodes = run.steps, run.decodes
         self._all_steps += steps
         seconds = at - run.began
         self._busy_s += seconds
         if decodes:
-            self._gaps.note(self._decode_steps, steps, seconds / steps, decodes)
+            self._gaps.add_gaps(self._decode_steps, steps, seconds / steps, decodes)
             self._decode_steps += steps
             self._written += steps * decodes
-            filling.context += steps * decodes
+            scheduler.context += steps * decodes
             self._end_decodes(at, events)
-        elif filling.decoding:
+        elif scheduler.decoding:
             self._gaps.paused_s += seconds
-        for task, part in run.parts:
+        for task, tokens in run.chunks:
             if task.gone:
                 continue
-            done = part * steps
-            self._computed += done
-            if filling.record_computed(task, done):
+            computed = tokens * steps
+            self._computed += computed
+            if scheduler.record_computed(task, computed):
                 self._first_token(task, at, events)
 
     def _end_decodes(self, at: float, events: list[Event]) -> None:
         decoding, made = self._decoding, self._decode_steps
-        if self._each:
+        if self._each_token:
             events += [
                 Event(task.job.id, at, 1)
                 for end, _, task in sorted(decoding)
@@ -243,9 +244,9 @@ class FluidEngine:
             task = heappop(decoding)[2]
             if task.gone:
                 continue
-            self._filling.end_decode(task, made)
+            self._scheduler.end_decode(task, made)
             del self._tasks[task.job.id]
-            left = 1 if self._each else task.job.output_tokens - 1
+            left = 1 if self._each_token else task.job.output_tokens - 1
             events.append(Event(task.job.id, at, left, finished=True))
             if self._ended is not None:
                 self._ended(task.job, self._gaps.longest_since(task.decodes_from))
@@ -254,8 +255,8 @@ class FluidEngine:
             heappop(decoding)
 
     def _first_token(self, task: Task, at: float, events: list[Event]) -> None:
-        job, filling = task.job, self._filling
-        self._room.record_computed(task)
+        job, scheduler = task.job, self._scheduler
+        self._kv.record_computed(task)
         self._written += 1
         over = job.leg is PREFILL or job.output_tokens <= 1
         events.append(Event(job.id, at, 1, finished=over, cached_tokens=task.cached))
@@ -263,13 +264,13 @@ class FluidEngine:
             task.decodes_from = self._decode_steps
             task.ends_at = self._decode_steps + job.output_tokens - 1
             heappush(self._decoding, (task.ends_at, task.number, task))
-            filling.start_decode(task)
+            scheduler.start_decode(task)
             return
         del self._tasks[job.id]
-        filling.end_prefill(task)
+        scheduler.end_prefill(task)
         if job.leg is PREFILL:
             self._kept[job.id] = task
             return
-        self._room.free(task)
+        self._kv.free(task)
         if self._ended is not None:
             self._ended(job, 0.0)

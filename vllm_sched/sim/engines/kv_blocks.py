@@ -17,8 +17,8 @@ class Task:
     """A job in a fluid engine."""
 
     __slots__ = (
-        "begins", "cached", "decodes_from", "ends_at", "fetching", "gone", "holds", "job", "left",
-        "long", "need", "number", "own", "ready", "since",
+        "cached", "decodes_from", "ends_at", "fetching", "gone", "has_kv", "job", "left", "long",
+        "need", "number", "own", "pieces", "ready", "since",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float, need: int) -> None:
@@ -27,12 +27,12 @@ class Task:
         self.since = now
         self.need = need  # largest KV size in tokens
         self.own = 0  # tokens that are not shared
-        self.begins: Sequence[Piece] = ()  # shared pieces in use
+        self.pieces: Sequence[Piece] = ()  # shared pieces in use
         self.left = job.prompt_tokens  # not yet computed
         self.cached = 0
         self.ready = 0  # first possible step
         self.decodes_from = self.ends_at = 0  # in decode steps of the worker; 0 = not decoding
-        self.gone = self.holds = self.fetching = self.long = False
+        self.gone = self.has_kv = self.fetching = self.long = False
 
     @property
     def done(self) -> int:
@@ -46,14 +46,14 @@ class CachedPrefixes:
     """
 
     def __init__(self, tokens: int) -> None:
-        self._room = tokens
-        self._held: OrderedDict[int | str, int] = OrderedDict()
+        self._capacity = tokens
+        self._cached: OrderedDict[int | str, int] = OrderedDict()
         self._tokens = 0
 
     def cached_beginning(self, shared: Sequence[Piece]) -> list[Piece]:
         found: list[Piece] = []
         for name, tokens in shared:
-            if not (have := self._held.get(name, 0)):
+            if not (have := self._cached.get(name, 0)):
                 break
             found.append((name, min(have, tokens)))
             if have < tokens:
@@ -64,27 +64,27 @@ class CachedPrefixes:
         """Return the cached tokens of a prefix, and mark them as used."""
         found = 0
         for name, tokens in reversed(self.cached_beginning(shared)):
-            self._held.move_to_end(name)
+            self._cached.move_to_end(name)
             found += tokens
         return found
 
     def release(self, name: int | str) -> None:
         """Mark a piece as used when its last running request leaves."""
-        if name in self._held:
-            self._held.move_to_end(name)
+        if name in self._cached:
+            self._cached.move_to_end(name)
 
     def store(self, shared: Sequence[Piece], room: int, running: Container[int | str] = ()) -> None:
         """Cache a computed prefix and evict down to `room`, except pieces in `running`."""
-        if not self._room:
+        if not self._capacity:
             return
-        held = self._held
+        held = self._cached
         for name, tokens in reversed(shared):
             have = held.get(name, 0)
             if tokens > have:
                 held[name] = tokens
                 self._tokens += tokens - have
             held.move_to_end(name)
-        over = self._tokens - min(max(room, 0), self._room)
+        over = self._tokens - min(max(room, 0), self._capacity)
         forgotten = []
         for name, tokens in held.items():
             if over <= 0:
@@ -94,6 +94,13 @@ class CachedPrefixes:
                 over -= tokens
         for name in forgotten:
             self._tokens -= held.pop(name)
+
+
+class PieceInUse:
+    __slots__ = ("tokens", "users")
+
+    def __init__(self) -> None:
+        self.users = self.tokens = 0
 
 
 class KvBlocks:
@@ -107,7 +114,7 @@ class KvBlocks:
         self.tokens = tokens
         self.prefixes = prefixes
         self._own = self._shared = 0
-        self._users: dict[int | str, list[int]] = {}  # by piece: users, tokens
+        self._in_use: dict[int | str, PieceInUse] = {}
 
     @property
     def used(self) -> int:
@@ -118,65 +125,66 @@ class KvBlocks:
         if task.need <= free or not self.used:
             return True
         saved = sum(
-            min(tokens, self._users[name][1])
+            min(tokens, self._in_use[name].tokens)
             for name, tokens in self.prefixes.cached_beginning(task.job.shared)
-            if name in self._users
+            if name in self._in_use
         )
         return task.need - saved <= free
 
     def allocate(self, task: Task) -> None:
-        task.begins = self.prefixes.cached_beginning(task.job.shared)
+        task.pieces = self.prefixes.cached_beginning(task.job.shared)
         own = task.need
-        for name, tokens in task.begins:
+        for name, tokens in task.pieces:
             own -= tokens
-            users = self._users.setdefault(name, [0, 0])
-            users[0] += 1
-            if tokens > users[1]:
-                self._shared += tokens - users[1]
-                users[1] = tokens
+            if (piece := self._in_use.get(name)) is None:
+                piece = self._in_use[name] = PieceInUse()
+            piece.users += 1
+            if tokens > piece.tokens:
+                self._shared += tokens - piece.tokens
+                piece.tokens = tokens
         task.own = max(own, 0)
         self._own += task.own
 
     def free(self, task: Task) -> None:
         self._own -= task.own
-        for name, _ in reversed(task.begins):
-            users = self._users[name]
-            users[0] -= 1
-            if not users[0]:
-                self._shared -= users[1]
-                del self._users[name]
+        for name, _ in reversed(task.pieces):
+            piece = self._in_use[name]
+            piece.users -= 1
+            if not piece.users:
+                self._shared -= piece.tokens
+                del self._in_use[name]
                 self.prefixes.release(name)
-        task.own, task.begins = 0, ()
+        task.own, task.pieces = 0, ()
 
     def record_computed(self, task: Task) -> None:
         self.free(task)
         shared = task.job.shared
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)
-        self.prefixes.store(shared, self.tokens - self._own - alone, self._users)
+        self.prefixes.store(shared, self.tokens - self._own - alone, self._in_use)
         self.allocate(task)
 
 
 class KvTransfers:
     """Decode legs that wait for KV room, and transfers under way."""
 
-    __slots__ = ("_link_free", "_model", "_room", "under_way", "waiting")
+    __slots__ = ("_kv", "_link_free", "_model", "under_way", "waiting")
 
-    def __init__(self, model: WorkerModel, room: KvBlocks) -> None:
+    def __init__(self, model: WorkerModel, kv: KvBlocks) -> None:
         self.under_way: list[tuple[float, int, Task]] = []  # heap by end time
         self.waiting: deque[Task] = deque()  # for KV room
         self._model = model
-        self._room = room
+        self._kv = kv
         self._link_free = 0.0
 
     def start(self, now: float) -> None:
-        room = self._room
+        kv = self._kv
         while self.waiting:
             task = self.waiting[0]
             if not task.gone:
-                if not room.fits(task):
+                if not kv.fits(task):
                     return
-                room.allocate(task)
-                cached = min(room.prefixes.count_cached(task.job.shared), task.job.prompt_tokens)
+                kv.allocate(task)
+                cached = min(kv.prefixes.count_cached(task.job.shared), task.job.prompt_tokens)
                 seconds = self._model.transfer_s(task.job.prompt_tokens - cached)
                 self._link_free = max(self._link_free, now) + seconds
                 task.fetching = True

@@ -17,17 +17,17 @@ NEVER = math.inf
 class StepRun:
     """The current run of a fluid engine: its work, and how many steps have begun by a time."""
 
-    __slots__ = ("began", "decodes", "end", "first_s", "growth_s", "parts", "steps")
+    __slots__ = ("began", "chunks", "decodes", "end", "first_s", "growth_s", "steps")
 
     def __init__(self) -> None:
         self.began = 0.0
         self.end = NEVER
         self.steps = 0
-        self.parts: list[tuple[Task, int]] = []
+        self.chunks: list[tuple[Task, int]] = []
         self.decodes = 0
         self.first_s = self.growth_s = 0.0
 
-    def cut(self, steps: int) -> None:
+    def end_after(self, steps: int) -> None:
         self.steps = steps
         self.end = self.began + self.seconds(steps)
 
@@ -69,18 +69,18 @@ class TokenGaps:
         self._peak_at: list[int] = []
         self._peak_s: list[float] = []
 
-    def note(self, step: int, steps: int, seconds: float, decodes: int) -> None:
+    def add_gaps(self, step: int, steps: int, seconds: float, decodes: int) -> None:
         """Count a gap per decode and step after `step`; the first includes the pause."""
         if self.paused_s:
             self.sketch.add(self.paused_s + seconds, decodes)
-            self._peak(step + 1, self.paused_s + seconds)
+            self._add_peak(step + 1, self.paused_s + seconds)
             self.paused_s = 0.0
             steps -= 1
             if not steps:
                 return
-            self._peak(step + 1 + steps, seconds)
+            self._add_peak(step + 1 + steps, seconds)
         else:
-            self._peak(step + steps, seconds)
+            self._add_peak(step + steps, seconds)
         self.sketch.add(seconds, steps * decodes)
 
     def longest_since(self, step: int) -> float:
@@ -88,7 +88,7 @@ class TokenGaps:
         peak = bisect_right(self._peak_at, step)
         return self._peak_s[peak] if peak < len(self._peak_s) else 0.0
 
-    def _peak(self, at: int, seconds: float) -> None:
+    def _add_peak(self, at: int, seconds: float) -> None:
         ats, peaks = self._peak_at, self._peak_s
         while peaks and peaks[-1] <= seconds:
             peaks.pop()

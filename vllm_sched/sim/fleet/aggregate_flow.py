@@ -18,9 +18,9 @@ from proxy.core.router import Router, RouterSettings
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
+from vllm_sched.sim.fleet.base_fleet import BaseSimulatedFleet, RequestFlight
 from vllm_sched.sim.fleet.events import Arrivals
 from vllm_sched.sim.fleet.figures import FlowFigures, FlowResult
-from vllm_sched.sim.fleet.simulation import FleetSimulation, RequestFlight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ class PlacedWorker:
         return WorkerSpec(name, f"http://{name}", self.role, MODEL, length, self.max_requests)
 
 
-class AggregateFlow(FleetSimulation):
+class AggregateFlow(BaseSimulatedFleet):
     """A simulated fleet that keeps only aggregate figures; see `FlowFigures` for `borne_s`."""
 
     def __init__(

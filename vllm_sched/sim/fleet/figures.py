@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from vllm_sched.bench.results.stats import Trend
@@ -36,22 +36,15 @@ class ClassFigures:
 
     @property
     def kept_share(self) -> float:
-        """Share of arrivals within the targets or tolerably late."""
         return self.kept / self.arrived if self.arrived else 0.0
 
     def merge(self, other: ClassFigures) -> None:
-        self.arrived += other.arrived
-        self.ended += other.ended
-        self.done += other.done
-        self.met += other.met
-        self.kept += other.kept
-        self.handed_over += other.handed_over
-        self.prompt_tokens += other.prompt_tokens
-        self.output_tokens += other.output_tokens
-        self.ttft.merge(other.ttft)
-        self.tpot.merge(other.tpot)
-        self.longest.merge(other.longest)
-        self.e2el.merge(other.e2el)
+        for each in fields(self):
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(ours, QuantileSketch):
+                ours.merge(theirs)
+            else:
+                setattr(self, each.name, ours + theirs)
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.as_ask import salt_prefixes
+from vllm_sched.sim.fleet.base_fleet import BaseSimulatedFleet
 from vllm_sched.sim.fleet.events import Arrivals
+from vllm_sched.sim.fleet.request_info import salt_prefixes
 from vllm_sched.sim.fleet.session_flow import SessionFlow
-from vllm_sched.sim.fleet.simulation import FleetSimulation
 from vllm_sched.sim.types import Engine, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
@@ -65,8 +65,8 @@ def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Route
     return router
 
 
-class SimulatedFleet(FleetSimulation):
-    """A simulated fleet that plays one schedule and keeps every outcome."""
+class SimulatedFleet(BaseSimulatedFleet):
+    """Plays one schedule and keeps every outcome."""
 
     def __init__(
         self,

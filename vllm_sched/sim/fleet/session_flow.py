@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from vllm_sched.bench.results.sessions import PlayedSession
 from vllm_sched.bench.traffic.sessions.conversation import plan_session
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
@@ -22,19 +22,22 @@ if TYPE_CHECKING:
     # Accepts a turn at a time; the call is made at its end, in a later event.
     SubmitTurn: TypeAlias = Callable[[Request, float, Callable[[float], None]], Outcome]
 
+    class SequenceEnded(Protocol):
+        def __call__(self, now: float, *, complete: bool) -> None: ...
+
 
 class SessionFlow:
     def __init__(
         self, queue: EventQueue, send: SubmitTurn, *, limit: int, end: float | None
     ) -> None:
         """Send turns of at most `limit` tokens, and none from `end` on."""
+        self.queue = queue
+        self.send = send
+        self.end = inf if end is None else end
         self.played: list[PlayedSession] = []
         self.open = 0  # sessions under way
         self.cut = 0  # turns that did not fit
-        self._queue = queue
-        self._send = send
         self._limit = limit
-        self._end = inf if end is None else end
 
     def begin(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         """Play a session; `ended` is called after its last turn."""
@@ -42,77 +45,74 @@ class SessionFlow:
         self.played.append(played)
         self.open += 1
 
-        def over(now: float, *, whole: bool) -> None:
+        def end_session(now: float, *, complete: bool) -> None:
             self.open -= 1
-            if whole:
+            if complete:
                 played.end = now
             if ended is not None:
                 ended(now)
 
-        self._play(plan_session(request, self._limit), played, over, now, own=True)
+        turns = plan_session(request, self._limit)
+        TurnSequence(self, turns, played, end_session, own=True).play_next(now)
 
-    def _play(
+
+class TurnSequence:
+    """The turns of a session or, unless `own`, of a sub-agent; `ended` is called after the last."""
+
+    def __init__(
         self,
-        turns: tuple[PlannedTurn, ...],
+        flow: SessionFlow,
+        turns: Iterable[PlannedTurn],
         played: PlayedSession,
-        over: Callable[..., None],
-        now: float,
+        ended: SequenceEnded,
         *,
         own: bool,
     ) -> None:
-        """Play the turns of a session or, unless `own`, of a sub-agent."""
-        rest = iter(turns)
+        self._flow = flow
+        self._turns = iter(turns)
+        self._played = played
+        self._ended = ended
+        self._own = own
+        self._forks = 0  # sub-agents under way
+        self._forks_complete = True
 
-        def following(now: float) -> None:
-            turn = next(rest, None)
-            if turn is None:
-                over(now, whole=True)
-                return
-            played.think_s += turn.think_s * own
-            at = min(now + turn.think_s, self._end)
-            self._queue.schedule(at, partial(send, turn), rank=ARRIVAL_RANK)
-
-        def send(turn: PlannedTurn, now: float) -> None:
-            if now >= self._end or played.failed:
-                over(now, whole=False)
-                return
-            self.cut += turn.cut
-
-            def answered(now: float) -> None:
-                if outcome.error:
-                    played.failed = True
-                    over(now, whole=False)
-                    return
-                played.done += own
-                self._fork(turn, played, now, following, over)
-
-            outcome = self._send(replace(turn.request, at=now), now, answered)
-
-        following(now)
-
-    def _fork(
-        self,
-        turn: PlannedTurn,
-        played: PlayedSession,
-        now: float,
-        following: Callable[[float], None],
-        over: Callable[..., None],
-    ) -> None:
-        """Play a turn's sub-agents, then the following turn."""
-        left, complete = len(turn.forks), True
-        if not left:
-            following(now)
+    def play_next(self, now: float) -> None:
+        turn = next(self._turns, None)
+        if turn is None:
+            self._ended(now, complete=True)
             return
+        self._played.think_s += turn.think_s * self._own
+        at = min(now + turn.think_s, self._flow.end)
+        self._flow.queue.schedule(at, partial(self._send, turn), rank=ARRIVAL_RANK)
 
-        def joined(now: float, *, whole: bool) -> None:
-            nonlocal left, complete
-            left -= 1
-            complete &= whole
-            played.sub_agents += whole
-            if not left and complete:
-                following(now)
-            elif not left:
-                over(now, whole=False)
+    def _send(self, turn: PlannedTurn, now: float) -> None:
+        flow = self._flow
+        if now >= flow.end or self._played.failed:
+            self._ended(now, complete=False)
+            return
+        flow.cut += turn.cut
+        self._outcome = flow.send(replace(turn.request, at=now), now, partial(self._answered, turn))
 
+    def _answered(self, turn: PlannedTurn, now: float) -> None:
+        if self._outcome.error:
+            self._played.failed = True
+            self._ended(now, complete=False)
+            return
+        self._played.done += self._own
+        self._forks = len(turn.forks)
         for fork in turn.forks:
-            self._play(fork, played, joined, now, own=False)
+            sequence = TurnSequence(self._flow, fork, self._played, self._end_fork, own=False)
+            sequence.play_next(now)
+        if not turn.forks:
+            self.play_next(now)
+
+    def _end_fork(self, now: float, *, complete: bool) -> None:
+        self._forks -= 1
+        self._forks_complete &= complete
+        self._played.sub_agents += complete
+        if self._forks:
+            return
+        if self._forks_complete:
+            self.play_next(now)
+        else:
+            self._ended(now, complete=False)

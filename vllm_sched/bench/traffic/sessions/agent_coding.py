@@ -39,8 +39,6 @@ FORK_TURNS: Final = (2, 12)
 
 
 class AgentCoding(TrafficSource):
-    """An endless source of coding agents' sessions."""
-
     name = "agent-coding"
     rate = 0.05  # sessions per second; ours
     has_sessions = True

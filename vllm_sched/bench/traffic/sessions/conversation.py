@@ -33,32 +33,48 @@ def plan_session(begin: Request, limit: float = inf) -> tuple[PlannedTurn, ...]:
     return tuple(_planned(begin.begins, named, (), limit))
 
 
+@dataclass(slots=True)
+class _Prompt:
+    """The conversation so far: a shared prefix, and the session's own text."""
+
+    root: tuple[Piece, ...]
+    own_tokens: int = 0
+    restarts: int = 0  # each begins another text
+
+    @property
+    def tokens(self) -> int:
+        return _size(self.root) + self.own_tokens
+
+    def restart(self, root: tuple[Piece, ...]) -> None:
+        self.root, self.own_tokens = root, 0
+        self.restarts += 1
+
+
 def _planned(
     session: Session, begin: Request, inherited: tuple[Piece, ...], limit: float
 ) -> list[PlannedTurn]:
     own_begin = session.fresh or not inherited
-    root = session.shared if own_begin else inherited
-    fixed = _size(root)
-    known = 0 if own_begin else fixed
-    part, own, found = 0, 0, []
+    prompt = _Prompt(session.shared if own_begin else inherited)
+    known = 0 if own_begin else prompt.tokens
+    found = []
     for number, turn in enumerate(session.turns):
-        cut = fixed + own + turn.new_tokens + turn.output_tokens > limit
+        new, output = turn.new_tokens, turn.output_tokens
+        cut = prompt.tokens + new + output > limit
         restarts = cut or (turn.compacts if number else own_begin)
         if restarts and (number or cut):
-            root, fixed, part, own = session.shared, _size(session.shared), part + 1, 0
-            known = min(known, fixed)
-        new, output = turn.new_tokens, turn.output_tokens
+            prompt.restart(session.shared)
+            known = min(known, prompt.tokens)
         if cut:
             output = max(1, min(output, int(limit) // 2))
-            new = max(1, min(new, int(limit) - output - fixed))
-            if fixed + new + output > limit:
-                root, fixed, known, new = (), 0, 0, max(1, int(limit) - output)
-        prompt = fixed + own + new
-        own += new + output
-        pieces = (*root, (f"{session.name}#{part}", own))
+            new = max(1, min(new, int(limit) - output - prompt.tokens))
+            if prompt.tokens + new + output > limit:  # the shared prefix alone is too long
+                prompt.root, known, new = (), 0, max(1, int(limit) - output)
+        size = prompt.tokens + new
+        prompt.own_tokens += new + output
+        pieces = (*prompt.root, (f"{session.name}#{prompt.restarts}", prompt.own_tokens))
         request = replace(
             begin,
-            prompt_tokens=prompt,
+            prompt_tokens=size,
             output_tokens=output,
             shared=pieces,
             turn=number,
@@ -66,7 +82,7 @@ def _planned(
         )
         forks = tuple(tuple(_planned(each, begin, pieces, limit)) for each in turn.forks)
         found.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
-        known = prompt + output
+        known = size + output
     return found
 
 

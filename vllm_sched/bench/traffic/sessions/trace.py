@@ -50,8 +50,6 @@ MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos")
 
 @dataclass(slots=True)
 class _Line:
-    """A session under construction."""
-
     name: str
     line: int
     at: float | None

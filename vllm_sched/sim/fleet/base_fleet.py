@@ -21,8 +21,8 @@ from proxy.core.router import Router
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.fleet.as_ask import ask_of, priority_of
 from vllm_sched.sim.fleet.events import ARRIVAL_RANK, STEP_RANK, EventQueue
+from vllm_sched.sim.fleet.request_info import priority_of, request_info_of
 from vllm_sched.sim.types import Engine, Event, Job, Leg
 
 
@@ -42,7 +42,7 @@ class RequestFlight:
     longest_gap: float = 0.0  # between tokens, if the engine tells
 
 
-class FleetSimulation:
+class BaseSimulatedFleet:
     """A router in front of engines; a subclass says which requests arrive and what is kept."""
 
     def __init__(
@@ -87,8 +87,8 @@ class FleetSimulation:
         if self._timeout_s < inf:
             self._deadlines.append((now + self._timeout_s, flight.id))
         hashed = router.settings.prefix_affinity and bool(request.shared)
-        ask = ask_of(router, self._model, request, number, hashed=hashed)
-        self._handle_placement(flight, router.submit(ask, now), now)
+        info = request_info_of(router, self._model, request, number, hashed=hashed)
+        self._handle_placement(flight, router.submit(info, now), now)
 
     def _handle_placement(
         self, flight: RequestFlight, answer: Lease | Ticket | core.Refusal, now: float

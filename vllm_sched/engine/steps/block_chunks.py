@@ -24,7 +24,8 @@ class BlockChunks:
         self._align = align
         self._debts: dict[Request, int] = {}  # tokens computed beyond the grants
 
-    def least(self, request: Request, computed: int) -> int:
+    def tokens_to_boundary(self, request: Request, computed: int) -> int:
+        """Return the least chunk: to the end of a block, or of the prompt."""
         return int(min(request.num_tokens - computed, self.block - computed % self.block))
 
     def chunk(
@@ -46,11 +47,13 @@ class BlockChunks:
         chunk = granted if granted == most else self._align(request, granted, uncached)
         debt = self._debts.get(request, 0)
         if chunk:
+            # The tokens beyond the last boundary pay off the debt.
             pays = min(granted - chunk, debt)
             debt -= pays
         else:
-            least = min(self.least(request, computed), most)
+            # No boundary is within the grant, so all of it pays.
             pays, debt = granted, debt - granted
+            least = min(self.tokens_to_boundary(request, computed), most)
             if least <= room and (debt < 0 or not may_skip()):
                 chunk = self._align(request, least, uncached)
                 debt += chunk

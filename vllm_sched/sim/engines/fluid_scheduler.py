@@ -1,11 +1,11 @@
-"""The next step of a fluid engine: admissions and prompt chunks."""
+"""The scheduler of a fluid engine: its queues, admissions and prompt chunks."""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm_sched.cost.chunk_loss import best_chunk
 from vllm_sched.cost.step_time import StepShape
@@ -26,17 +26,23 @@ MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk
 
 USUAL_DECODES, USUAL_CHUNK = 16, 2048  # of the steps that policies learn from
 
-Parts = list[tuple["Task", int]]
+Chunks = list[tuple["Task", int]]  # each prompt's tokens in a step
 DECODE = Leg.DECODE
 
 
-def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
-    tokens, pairs, read = 0, 0.0, 0
-    for task, part in parts:
-        tokens += part
-        pairs += part * (task.done + part / 2)
+class PlannedRun(NamedTuple):
+    chunks: Chunks
+    decodes_pause: bool
+    steps: int
+
+
+def shape_of(chunks: Chunks, decodes: int = 0, context: int = 0) -> StepShape:
+    total, pairs, read = 0, 0.0, 0
+    for task, tokens in chunks:
+        total += tokens
+        pairs += tokens * (task.done + tokens / 2)
         read += task.done
-    return StepShape(tokens, pairs, decodes, context, len(parts), read)
+    return StepShape(total, pairs, decodes, context, len(chunks), read)
 
 
 def growth_of(time: StepTime, tokens: int) -> float:
@@ -44,19 +50,19 @@ def growth_of(time: StepTime, tokens: int) -> float:
     return (time.pair_s * tokens + time.read_s) * tokens
 
 
-def steps_within(time: StepTime, parts: Parts, seconds: float) -> int:
+def steps_within(time: StepTime, chunks: Chunks, seconds: float) -> int:
     """Return the number of steps without decodes that begin within `seconds`."""
-    shape = shape_of(parts)
+    shape = shape_of(chunks)
     first = time.seconds(shape)
-    growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
+    growth = growth_of(time, shape.prefill_tokens) if len(chunks) == 1 else 0.0
     half = first - growth / 2
     divisor = half + math.sqrt(half * half + 2 * growth * seconds)
     return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
 
 
-def steps_as_sized(time: StepTime, parts: Parts, decodes: int, context: int) -> int:
+def steps_as_sized(time: StepTime, chunks: Chunks, decodes: int, context: int) -> int:
     """Return the number of steps with nearly the first step's length."""
-    shape = shape_of(parts, decodes, context)
+    shape = shape_of(chunks, decodes, context)
     growth = growth_of(time, shape.prefill_tokens) + time.context_s * decodes
     return 1 + int(MAX_STEP_GROWTH * time.seconds(shape) / growth) if growth else FOREVER
 
@@ -79,18 +85,19 @@ class PrefillTime:
         return max(fitting, least)
 
     def cut(self, task: Task, wanted: int, *, first: bool) -> int:
+        """Return how many of the tokens fit, and reduce the time left."""
         time = self._time
-        part = min(wanted, self.fitting(task.done, self.min_chunk if first else 0))
-        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
+        tokens = min(wanted, self.fitting(task.done, self.min_chunk if first else 0))
+        work = time.prefill_s * tokens + time.pair_s * tokens * (task.done + tokens / 2)
         self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
-        return part
+        return tokens
 
 
-class FluidSteps:
-    def __init__(self, model: WorkerModel, effects: FluidEffects, room: KvBlocks) -> None:
+class FluidScheduler:
+    def __init__(self, model: WorkerModel, effects: FluidEffects, kv: KvBlocks) -> None:
         self.model = model
         self.effects = effects
-        self.room = room
+        self.kv = kv
         # Policies learn linear step times, from chunks of about this size.
         self._learned = model.time.near(
             USUAL_DECODES, min(model.max_num_batched_tokens, USUAL_CHUNK)
@@ -99,27 +106,29 @@ class FluidSteps:
         self.context = 0  # tokens of all decodes
         self.backlog = self.backlog_long = 0
         self.waiting = 0
-        self._holding: deque[Task] = deque()  # with KV here: not subject to policies
+        self._with_kv: deque[Task] = deque()  # not subject to policies
         self._shorts: deque[Task] = deque()  # or all, without long-prompt policy
         self._longs: deque[Task] = deque()
         self._prefills: list[Task] = []
         hold = effects.hold or NO_HOLD
-        self._hold = Deferral(model, hold, decodes_pause=effects.longest_pause_s > 0)
-        self._may_hold = hold.departures != 1
-        self._forming, self._members = True, 0
+        self._deferral = Deferral(model, hold, decodes_pause=effects.longest_pause_s > 0)
+        self._may_defer = hold.departures != 1
+        self._batch_forms, self._batch_members = True, 0
         self._paused_since: float | None = None
         self._last_short = -math.inf
-        self._refused = False
-        self._hog = False  # one prompt takes the whole budget
-        self._time_left: PrefillTime | None = None  # None = no limit in this step
-        self._soon = FOREVER  # steps until a waiting request may enter
+
+        # Of the current step.
+        self._refused = False  # a request found no KV room
+        self._budget_is_taken = False  # by one prompt
+        self._time_left: PrefillTime | None = None  # None = no limit
+        self._steps_to_entry = FOREVER  # until a waiting request may enter
 
     @property
     def running(self) -> int:
         return self.decoding + len(self._prefills)
 
     def next_ready(self, step: int) -> int | None:
-        queues = (self._holding, self._shorts, self._longs)
+        queues = (self._with_kv, self._shorts, self._longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
 
@@ -132,12 +141,12 @@ class FluidSteps:
             self.backlog_long += task.left
         elif longs:
             self._last_short = task.since
-        task.holds = task.job.leg is DECODE
-        if task.long and not task.holds:
+        task.has_kv = task.job.leg is DECODE
+        if task.long and not task.has_kv:
             # The policy admits first what would end first, had each begun on arrival.
             insort(self._longs, task, key=self._end_from_arrival)
         else:
-            (self._holding if task.holds else self._shorts).append(task)
+            (self._with_kv if task.has_kv else self._shorts).append(task)
 
     def _end_from_arrival(self, task: Task) -> float:
         return task.since + self._learned.prefill_s * task.left
@@ -146,11 +155,11 @@ class FluidSteps:
         self._count_computed(task, task.left)
         if task in self._prefills:
             self._prefills.remove(task)
-            self.room.free(task)
+            self.kv.free(task)
         else:
             self.waiting -= 1
-            if task.holds:
-                self.room.free(task)
+            if task.has_kv:
+                self.kv.free(task)
 
     def record_computed(self, task: Task, tokens: int) -> bool:
         """Count computed prompt tokens; return True if the prompt is done."""
@@ -170,116 +179,121 @@ class FluidSteps:
 
     def end_prefill(self, task: Task) -> None:
         self._prefills.remove(task)
-        self._hold.record_departure(task)
+        self._deferral.record_departure(task)
 
     def end_decode(self, task: Task, made: int) -> None:
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
-        self.room.free(task)
-        self._hold.record_departure(task)
+        self.kv.free(task)
+        self._deferral.record_departure(task)
 
     def disturbs(self, task: Task) -> bool:
         """Return True if a new request changes the coming steps."""
-        if self.running >= self.model.max_num_seqs or self._hold.on:
+        if self.running >= self.model.max_num_seqs or self._deferral.holding:
             return False
-        if self.effects.batches and not self._forming:
+        if self.effects.batches and not self._batch_forms:
             return False
-        if task.holds:
-            return not self._hog
+        if task.has_kv:
+            return not self._budget_is_taken
         queue = self._longs if task.long else self._shorts
-        if len(queue) > 1 or not self.room.fits(task):
+        if len(queue) > 1 or not self.kv.fits(task):
             return False
         if longs := self.effects.longs:
             return not task.long or self._count_long_prefills() < longs.places
-        return not self._hog
+        return not self._budget_is_taken
 
-    # Filling
+    # The next steps
 
-    def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
-        """Return the chunks, whether decodes pause, and for how many steps both stay the same."""
+    def schedule(self, now: float, step: int) -> PlannedRun:
+        """Admit requests, and return the next steps."""
         effects = self.effects
         self._begin_step(now)
         pausing = self._may_pause(now)
-        left = self.model.max_num_batched_tokens
+        budget = self.model.max_num_batched_tokens
         if self.decoding and not pausing:
-            left = self._within_gap(left - self.decoding)
+            budget = self._limit_mixed_step(budget - self.decoding)
         if longs := effects.longs:
-            parts, most = self._fill_by_size(longs, left, now, step)
+            chunks, count = self._schedule_by_length(longs, budget, now, step)
         else:
-            parts, most = self._fill_in_turn(left, now, step)
-        if effects.batches and self.decoding and not parts:
-            self._forming = False
-        pausing = pausing and bool(parts)
+            chunks, count = self._schedule_in_order(budget, now, step)
+        if effects.batches and self.decoding and not chunks:
+            self._batch_forms = False
+        pausing = pausing and bool(chunks)
         if not pausing:
             self._paused_since = None
         elif self._paused_since is None:
             self._paused_since = now
-        return parts, pausing, self._equal_steps(parts, most, now)
+        return PlannedRun(chunks, pausing, self._limit_count(chunks, count, now))
 
     def _begin_step(self, now: float) -> None:
-        self._soon, self._refused, self._hog, self._time_left = FOREVER, False, False, None
+        self._refused = self._budget_is_taken = False
+        self._time_left, self._steps_to_entry = None, FOREVER
         if self.effects.batches and not self.running:
-            self._forming, self._members = True, 0
-        if self._may_hold:
-            self._hold.update(now, self)
+            self._batch_forms, self._batch_members = True, 0
+        if self._may_defer:
+            self._deferral.update(now, self)
 
     def _may_pause(self, now: float) -> bool:
         longest_s, since = self.effects.longest_pause_s, self._paused_since
         return longest_s > 0 and self.decoding > 0 and (since is None or now - since < longest_s)
 
-    def _equal_steps(self, parts: Parts, most: int, now: float) -> int:
+    def _limit_count(self, chunks: Chunks, count: int, now: float) -> int:
+        """Return how many of the equal steps pass before a policy may change them."""
         time = self.model.time
-        if self._time_left is not None and parts and most > 1:
-            most = min(most, steps_as_sized(time, parts, self.decoding, self.context))
+        if self._time_left is not None and chunks and count > 1:
+            count = min(count, steps_as_sized(time, chunks, self.decoding, self.context))
         if self._paused_since is not None:
             end = self._paused_since + self.effects.longest_pause_s
-            most = min(most, steps_within(time, parts, end - now))
-        if self._may_hold:
-            self._hold.record_fill(self, refused=self._refused)
-            most = min(most, self._hold.steps(now, self))
-        return max(min(most, self._soon), 1)
+            count = min(count, steps_within(time, chunks, end - now))
+        if self._may_defer:
+            self._deferral.record_step(self, refused=self._refused)
+            count = min(count, self._deferral.steps(now, self))
+        return max(min(count, self._steps_to_entry), 1)
 
-    def _within_gap(self, left: int) -> int:
+    def _limit_mixed_step(self, budget: int) -> int:
+        """Begin the time limit of a step with decodes, and return the tokens for prompts."""
         limit = self.effects.mixed_steps
         if limit is None:
-            return left
+            return budget
         if limit.step_s is None:
-            return left if limit.chunk is None else min(left, limit.chunk)
+            return budget if limit.chunk is None else min(budget, limit.chunk)
         self._time_left = time_left = PrefillTime(
             self._learned, limit.step_s, limit.min_chunk, self.decoding, self.context
         )
         done = self._prefills[0].done if self._prefills else 0
-        return min(left, time_left.fitting(done, limit.min_chunk))
+        return min(budget, time_left.fitting(done, limit.min_chunk))
 
-    def _fill_in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
-        prefills, parts = self._prefills, Parts()
-        budget, index = left, 0
+    def _schedule_in_order(self, budget: int, now: float, step: int) -> tuple[Chunks, int]:
+        """Return chunks, and for how many steps they stay the same."""
+        prefills, chunks = self._prefills, Chunks()
+        left, index = budget, 0
         while left > 0:
-            if index == len(prefills) and self._next_task(now, step) is None:
+            if index == len(prefills) and self._admit_next(now, step) is None:
                 break
-            task = prefills[index]
-            wanted = min(task.left, left)
-            part = self._cut_to_gap(task, wanted, not parts)
-            if part:
-                parts.append((task, part))
-            left = left - part if part == wanted else 0
+            wanted = min(prefills[index].left, left)
+            tokens = self._add_chunk(chunks, prefills[index], wanted)
+            left = left - tokens if tokens == wanted else 0
             index += 1
-        if not parts:
-            return parts, FOREVER
-        task, part = parts[0]
-        if part < budget:
-            return parts, 1
-        self._hog = True
-        return parts, task.left // part
+        if not chunks:
+            return chunks, FOREVER
+        task, tokens = chunks[0]
+        if tokens < budget:
+            return chunks, 1
+        self._budget_is_taken = True
+        return chunks, task.left // tokens
 
-    def _cut_to_gap(self, task: Task, wanted: int, first: bool) -> int:
-        if wanted <= 0 or self._time_left is None:
-            return wanted
-        return self._time_left.cut(task, wanted, first=first)
+    def _add_chunk(self, chunks: Chunks, task: Task, wanted: int) -> int:
+        """Add a prompt's chunk within the step's time limit; return its tokens."""
+        tokens = wanted
+        if tokens > 0 and self._time_left is not None:
+            tokens = self._time_left.cut(task, wanted, first=not chunks)
+        if tokens:
+            chunks.append((task, tokens))
+        return tokens
 
-    def _next_task(self, now: float, step: int) -> Task | None:
-        if self._holding and (task := self._admit(self._holding, step)) is not None:
+    def _admit_next(self, now: float, step: int) -> Task | None:
+        if self._with_kv and (task := self._admit(self._with_kv, step)) is not None:
             return task
         queue = self._shorts
         if not queue or not self._is_open(queue[0], now):
@@ -287,11 +301,11 @@ class FluidSteps:
         return self._admit(queue, step)
 
     def _is_open(self, head: Task, now: float) -> bool:
-        if self._hold.on:
+        if self._deferral.holding:
             return False
         if (batches := self.effects.batches) is None:
             return True
-        if self._forming and self._members < batches.size:
+        if self._batch_forms and self._batch_members < batches.size:
             return True
         return now - head.since >= batches.max_wait_s
 
@@ -302,20 +316,20 @@ class FluidSteps:
             return None
         task = queue[0]
         if task.ready > step:
-            self._soon = min(self._soon, task.ready - step)
+            self._steps_to_entry = min(self._steps_to_entry, task.ready - step)
             return None
         if self.running >= self.model.max_num_seqs:
             return None
-        if not task.holds:
-            if not self.room.fits(task):
+        if not task.has_kv:
+            if not self.kv.fits(task):
                 self._refused = True
                 return None
-            self.room.allocate(task)
+            self.kv.allocate(task)
         queue.popleft()
         self.waiting -= 1
-        self._members += 1
+        self._batch_members += 1
         self._prefills.append(task)
-        self._hold.record_admission(task)
+        self._deferral.record_admission(task)
         return task
 
     # Long prompts apart
@@ -323,51 +337,46 @@ class FluidSteps:
     def _count_long_prefills(self) -> int:
         return sum(task.long for task in self._prefills)
 
-    def _fill_by_size(
-        self, limits: LongPromptLimits, left: int, now: float, step: int
-    ) -> tuple[Parts, int]:
+    def _schedule_by_length(
+        self, limits: LongPromptLimits, budget: int, now: float, step: int
+    ) -> tuple[Chunks, int]:
         running = next((task for task in self._prefills if not task.long), None)
-        self._admit_by_size(limits, now, step)
+        self._admit_by_length(limits, now, step)
+        if not self._prefills:
+            return [], FOREVER
         longs = [task for task in self._prefills if task.long]
         shorts = [task for task in self._prefills if not task.long]
-        parts: Parts = []
-        if not self._prefills:
-            return parts, FOREVER
         if shorts:
             self._last_short = now
             if running is not None and (time_left := self._time_left) is not None:
                 # Running shorts are computed first, with few earlier tokens to read.
-                left = time_left.fitting(running.done, time_left.min_chunk)
-                left = min(left, self.model.max_num_batched_tokens - self.decoding)
+                budget = time_left.fitting(running.done, time_left.min_chunk)
+                budget = min(budget, self.model.max_num_batched_tokens - self.decoding)
         quiet = not self.decoding and now - self._last_short > limits.quiet_s
         for_longs = 0
         if longs:
-            reserved = min(sum(task.left for task in shorts), left - left // 4)
-            most = left if quiet else self._long_chunk(limits, left, reserved, longs[0].done)
-            for_longs = min(most, left - reserved)
-        for_shorts = left - min(for_longs, sum(task.left for task in longs))
+            reserved = min(sum(task.left for task in shorts), budget - budget // 4)
+            most = budget if quiet else self._long_chunk(limits, budget, reserved, longs[0].done)
+            for_longs = min(most, budget - reserved)
+        for_shorts = budget - min(for_longs, sum(task.left for task in longs))
+        chunks: Chunks = []
         for task in shorts:
-            for_shorts -= self._add_part(parts, task, for_shorts)
+            for_shorts -= self._add_chunk(chunks, task, min(task.left, for_shorts))
         for remaining, task in zip(range(len(longs), 0, -1), longs, strict=True):
-            for_longs -= self._add_part(parts, task, -(-for_longs // remaining))
-        if len(parts) != 1 or not parts[0][0].long:
-            return parts, 1
-        task, part = parts[0]
-        most = max(task.left // part, 1)
-        return parts, most if self.decoding or quiet else min(most, QUIET_CHECK_STEPS)
+            part = -(-for_longs // remaining)
+            for_longs -= self._add_chunk(chunks, task, min(task.left, part))
+        if len(chunks) != 1 or not chunks[0][0].long:
+            return chunks, 1
+        task, tokens = chunks[0]
+        count = max(task.left // tokens, 1)
+        return chunks, count if self.decoding or quiet else min(count, QUIET_CHECK_STEPS)
 
-    def _admit_by_size(self, limits: LongPromptLimits, now: float, step: int) -> None:
-        while self._next_task(now, step) is not None:
+    def _admit_by_length(self, limits: LongPromptLimits, now: float, step: int) -> None:
+        while self._admit_next(now, step) is not None:
             pass
-        while self._longs and self._long_may_enter(limits, now) and not self._hold.on:
+        while self._longs and self._long_may_enter(limits, now) and not self._deferral.holding:
             if self._admit(self._longs, step) is None:
                 break
-
-    def _add_part(self, parts: Parts, task: Task, most: int) -> int:
-        part = self._cut_to_gap(task, min(task.left, most), not parts)
-        if part:
-            parts.append((task, part))
-        return part
 
     def _long_chunk(self, limits: LongPromptLimits, left: int, reserved: int, done: int) -> int:
         """Return the tokens of all long prompts, if short prompts need `reserved` tokens."""

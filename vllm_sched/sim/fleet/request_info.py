@@ -24,11 +24,11 @@ def salt_prefixes(router: Router, request: Request) -> Request:
     return replace(request, shared=shared)
 
 
-def priority_of(router: Router, ask: RequestInfo) -> int:
-    return int(PRIORITIES.get(ask.rank, b"0")) if router.settings.pass_priority else 0
+def priority_of(router: Router, info: RequestInfo) -> int:
+    return int(PRIORITIES.get(info.rank, b"0")) if router.settings.pass_priority else 0
 
 
-def ask_of(
+def request_info_of(
     router: Router, model: str, request: Request, number: int, *, hashed: bool
 ) -> RequestInfo:
     """Return the request info with an exact prompt size, as if a worker had counted the tokens.
@@ -40,17 +40,17 @@ def ask_of(
     tenant = router.tenants.get(request.tenant)
     usual = router.sizer.learnt(model, ROUTE, tenant).output
     size = prompt * BYTES_PER_TOKEN
-    ask = RequestInfo(
+    info = RequestInfo(
         f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most))
     )
-    ask.stream = ask.counted = True
-    ask.long = ask.expected_tokens > router.settings.short_limit
+    info.stream = info.counted = True
+    info.long = info.expected_tokens > router.settings.short_limit
     if router.settings.transfer and most <= 1:
-        ask.whole = "one_token"
+        info.whole = "one_token"
     if tenant is not None:
-        ask.tenant, ask.rank = tenant, tenant.spec.rank
+        info.tenant, info.rank = tenant, tenant.spec.rank
     if hashed:
-        ask.prefix = prefix_hashes(number, request.shared, prompt)
-        ask.prefix_bytes = size
-        ask.session = session_key(request.tenant, model, request.session.encode())
-    return ask
+        info.prefix = prefix_hashes(number, request.shared, prompt)
+        info.prefix_bytes = size
+        info.session = session_key(request.tenant, model, request.session.encode())
+    return info

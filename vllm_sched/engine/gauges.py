@@ -1,0 +1,96 @@
+"""The gauges of an engine at one moment, from its queue and its running requests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from vllm.v1.request import Request
+
+from vllm_sched.engine import metrics
+from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.queue import LaneQueue
+from vllm_sched.policies.types import Policy
+
+# The label `class` of prompts is their lane of this policy.
+CLASS_POLICY: Final = "long_prompt"
+ALL: Final = "all"
+
+
+def label_of(lane: str) -> str:
+    """Return the name of a lane for metrics: `long` for `long/15`, and ALL for a single lane."""
+    return lane.partition("/")[0] or ALL
+
+
+@dataclass(slots=True)
+class EngineGauges:
+    policies: Sequence[Policy]
+    running: Sequence[Request]
+    waited_in: Mapping[str, LaneKey]  # the lanes of running requests
+    by_name: metrics.Gauges = field(
+        default_factory=partial(defaultdict, partial(defaultdict, float))
+    )
+
+    def read(self, queue: Any, held_by: Mapping[LaneKey, int]) -> metrics.Gauges:
+        """Return the gauges by name; `held_by` has the policy that holds each lane."""
+        if isinstance(queue, LaneQueue):
+            self._add_waiting(queue)
+            self._add_running()
+            self._add_held(queue, held_by)
+        else:
+            self.by_name["requests_waiting"][metrics.NO_POLICY, ALL] = len(queue)
+            self.by_name["requests_running"][metrics.NO_POLICY, ALL] = len(self.running)
+            waiting = sum([r.num_tokens - r.num_computed_tokens for r in queue])
+            self.by_name["prefill_backlog_tokens"][ALL,] = waiting
+        self._add_prefills()
+        return self.by_name
+
+    @property
+    def class_policy(self) -> int | None:
+        names = [policy.name for policy in self.policies]
+        return names.index(CLASS_POLICY) if CLASS_POLICY in names else None
+
+    def _add_waiting(self, queue: LaneQueue) -> None:
+        waiting, oldest = self.by_name["requests_waiting"], self.by_name["oldest_wait_seconds"]
+        by_policy = queue.lane_counts.by_policy
+        for policy, counts in zip(self.policies, by_policy, strict=True):
+            for lane, count in counts.items():
+                waiting[policy.name, label_of(lane)] += count.requests
+                oldest[policy.name, label_of(lane)] = 0.0
+        for lanes, waited in queue.waits():
+            for policy, lane in zip(self.policies, lanes, strict=True):
+                key = policy.name, label_of(lane)
+                oldest[key] = max(oldest[key], waited)
+        for lane, count in by_policy[self.class_policy or 0].items():
+            name = ALL if self.class_policy is None else label_of(lane)
+            self.by_name["prefill_backlog_tokens"][name,] += count.tokens
+
+    def _add_running(self) -> None:
+        without_gate = (metrics.OTHER,) * len(self.policies)
+        for request in self.running:
+            lanes = self.waited_in.get(request.request_id, without_gate)
+            for policy, lane in zip(self.policies, lanes, strict=True):
+                self.by_name["requests_running"][policy.name, label_of(lane)] += 1
+
+    def _add_held(self, queue: LaneQueue, held_by: Mapping[LaneKey, int]) -> None:
+        held = self.by_name["requests_held"]
+        for policy in self.policies:
+            held.update({(policy.name, reason): 0.0 for reason in policy.held_reasons})
+        for lanes, number in held_by.items():
+            if waiting := queue.lane_counts.waiting[lanes]:
+                policy = self.policies[number]
+                held[policy.name, policy.held_reason(lanes[number])] += waiting
+
+    def _add_prefills(self) -> None:
+        backlog, prefills = self.by_name["prefill_backlog_tokens"], self.by_name["prefills_running"]
+        prefills.update(dict.fromkeys(backlog, 0))
+        for request in self.running:
+            if request.is_prefill_chunk:
+                lanes = self.waited_in.get(request.request_id)
+                number = self.class_policy
+                name = ALL if lanes is None or number is None else label_of(lanes[number])
+                backlog[name,] += request.num_tokens - request.num_computed_tokens
+                prefills[name,] += 1
