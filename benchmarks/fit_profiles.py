@@ -1,7 +1,8 @@
 """Fit the built-in profiles to kernel times that were measured on GPUs.
 
     python -m benchmarks.fit_profiles                      # all files of vllm_sched/cost/data
-    python -m benchmarks.fit_profiles --systems h100 --out /tmp/profiles
+    python -m benchmarks.fit_profiles --systems h100 --out out
+    python -m benchmarks.fit_profiles --check              # is a new fit equal to the files?
     python -m benchmarks.fit_profiles --baseline           # the errors of the linear form instead
 
 Makes an environment in out/fit-profiles, installs aiconfigurator-core in it (600 MB), samples some
@@ -40,6 +41,7 @@ NOTE = (
 # In fp8 a step reads half the weights. Kernels that are slower than in bf16 are remarked on; much
 # slower ones were measured with their launches, which CUDA graphs hide.
 REMARKED_RATIO, MAX_RATIO = 1.1, 3.0
+ERROR_LINES = 30  # of the environment's command
 
 
 def environment() -> Path:
@@ -130,6 +132,13 @@ def baseline(systems: list[str]) -> None:
                     print(table_row(key.name, dict(found.errors)), flush=True)
 
 
+def differing(system: str) -> list[str]:
+    """Return what differs between a new fit and the file, whatever their dates."""
+    known = json.loads((DATA / f"{system}.json").read_text())
+    new = fit_system(system, known["date"])
+    return [f"{system}.json: {name}" for name in known if new[name] != known[name]]
+
+
 def write(content: dict[str, Any], path: Path) -> None:
     """Write one profile a line, so that a change of one is seen as such."""
     lines = []
@@ -149,15 +158,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--date", default=f"{datetime.now(UTC):%Y-%m-%d}", help=argparse.SUPPRESS)
     parser.add_argument("--baseline", action="store_true", help="errors of the linear form")
+    parser.add_argument("--check", action="store_true", help="compare a new fit with the files")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.inside:
         command = [str(environment()), "-m", "benchmarks.fit_profiles", "--inside", *sys.argv[1:]]
         known = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=ROOT, env=known, stderr=subprocess.DEVNULL).returncode
+        # The source's warnings are shown only with an error.
+        done = subprocess.run(command, cwd=ROOT, env=known, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            print("\n".join(done.stderr.splitlines()[-ERROR_LINES:]), file=sys.stderr)
+        return done.returncode
     if args.baseline:
         baseline(args.systems)
         return 0
+    if args.check:
+        off = [each for system in args.systems for each in differing(system)]
+        print("\n".join(off) or "a new fit is equal to the files")
+        return int(bool(off))
     args.out.mkdir(parents=True, exist_ok=True)
     for system in args.systems:
         write(fit_system(system, args.date), args.out / f"{system}.json")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from vllm_sched.cost.curved import CurvedStepTime
 from vllm_sched.cost.fit import kind_of
 from vllm_sched.cost.profile_fit import (
     KNOTS,
+    TERMS,
     FitError,
     errors,
     fit,
@@ -39,6 +43,15 @@ def test_it_finds_the_curve() -> None:
     assert set(found) == {"decode", "prefill", "mixed"}
     assert max(error.worst for error in found.values()) < 0.005
     assert misses(found) == []
+
+
+def test_rounding_in_the_samples_changes_no_digit_of_a_data_file() -> None:
+    rng = random.Random(0)
+    rounded = [replace(s, seconds=s.seconds * (1 + rng.uniform(-4e-16, 4e-16))) for s in SAMPLED]
+    found, other = fit(SAMPLED), fit(rounded)
+    for name in TERMS:
+        assert getattr(found, name) == pytest.approx(getattr(other, name), rel=1e-8)
+    assert found.knots_s == pytest.approx(other.knots_s, rel=1e-8)
 
 
 def test_a_line_misses_it_and_is_told() -> None:

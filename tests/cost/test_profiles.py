@@ -78,7 +78,10 @@ def test_ways_to_name_one() -> None:
     assert profiles.find("h100-70b-tp4") is found
     assert profiles.find("model=llama-3.1-70b,system=h100,tp=4,dtype=bf16") is found
     assert profiles.find("tp=4 system=h100 model=llama-3.1-70b") is found
+    assert profiles.find("tp='4' \"system=h100\" model='llama-3.1-70b'") is found
     assert profiles.find("model=llama-3.1-8b,system=h200") is profiles.find("h200-8b")
+    assert profiles.find("h100-70b-fp8-tp2") is profiles.find("h100-llama-3.1-70b-fp8-tp2")
+    assert profiles.find("b200-qwen3-32b") is profiles.find("b200-qwen3-32b-bf16-tp1")
     published = profiles.find("a100-opt-13b").time
     assert published.seconds(StepShape(prefill_tokens=1000)) == pytest.approx(0.1626)
 
@@ -87,6 +90,10 @@ def test_ways_to_name_one() -> None:
     ("text", "reason"),
     [
         ("tpu", "unknown profile 'tpu'; valid: a100-8b"),
+        ("my-worker", "unknown profile 'my-worker'; valid: a100-8b"),
+        ("h100-70b-tp3", "has tp=3; valid here: 2, 4, 8"),
+        ("h100-llama-3.1-8b-fp8-tp16", "has tp=16; valid here: 1, 2, 4, 8"),
+        ("h100-gpt-2-tp4", "has model=gpt-2; valid here: llama-3.1-8b, llama-3.1-70b, "),
         ("a100-qwen3-32b-fp8-tp1", r"the GPU has no kernels for this dtype"),
         ("model=llama-3.1-8b,system=tpu", "no built-in profile has system=tpu; .*: a100, "),
         ("model=gpt-2,system=h100", "has model=gpt-2; valid here: llama-3.1-8b, llama-3.1-70b, "),
@@ -95,8 +102,13 @@ def test_ways_to_name_one() -> None:
         ("model=llama-3.1-8b,system=h100,tp=3", "has tp=3; valid here: 1, 2, 4, 8"),
         ("model=llama-3.1-70b,system=h100", r"has tp=1; .*: 2, 4, 8 \(the model does not fit"),
         ("model=llama-3.1-8b,system=h100,tp=x", "tp=x is not a number of GPUs"),
+        (f"model=llama-3.1-8b,system=h100,tp={'9' * 5000}", "9 is not a number of GPUs"),
         ("model=llama-3.1-8b", "system is missing; valid: a100, b200, h100, h200"),
         ("system=h100", "model is missing; valid: deepseek-v3, "),
+        ("model='llama 3',system=h100", "has model=llama 3; valid here: llama-3.1-8b, "),
+        ("model=llama 3,system=h100", "'3' is not KEY=VALUE of model, system, dtype, tp"),
+        ("model='llama,system=h100", "a quotation mark is not closed"),
+        ("model=llama-3.1-8b,system=h100,tp=1,tp=2", "tp is given twice"),
         ("model=llama-3.1-8b,size=3", "'size=3' is not KEY=VALUE of model, system, dtype, tp"),
     ],
 )
@@ -122,4 +134,3 @@ def test_profiles_of_a_model_and_system_that_are_missing_have_all_reasons() -> N
     message = str(raised.value)
     assert "fp8: the model does not fit in the memory" in message
     assert "bf16: there is no checkpoint of this dtype" in message
-    assert "vllm-sched[aiconfigurator]" in message

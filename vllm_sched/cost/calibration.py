@@ -121,7 +121,7 @@ def _error(time: StepTime, steps: Sequence[TimedStep]) -> float | None:
 @dataclass(frozen=True, slots=True)
 class Distance:
     profile: Profile
-    ratios: Mapping[Kind, float]  # median of measured over predicted seconds
+    ratios: Mapping[Kind, float]
 
     @property
     def size(self) -> float:
@@ -130,16 +130,19 @@ class Distance:
 
 def nearest(steps: Sequence[TimedStep], candidates: Iterable[Profile]) -> Distance | None:
     """Return the profile whose steps are nearest to the measured ones in their worst kind."""
-    found = [Distance(each, ratios) for each in candidates if (ratios := _ratios(steps, each))]
+    found = [
+        Distance(each, ratios) for each in candidates if (ratios := ratios_to(each.time, steps))
+    ]
     return min(found, key=lambda each: each.size, default=None)
 
 
-def _ratios(steps: Sequence[TimedStep], profile: Profile) -> dict[Kind, float]:
+def ratios_to(time: StepTime, steps: Sequence[TimedStep]) -> dict[Kind, float]:
+    """Return the median of measured over predicted seconds, by kind."""
     ratios: dict[Kind, float] = {}
     for kind in KINDS:
         of_kind = [each for each in steps if kind_of(each.shape) == kind and each.seconds > 0]
         if of_kind:
             ratios[kind] = statistics.median(
-                each.seconds / profile.time.seconds(each.shape) for each in of_kind
+                each.seconds / time.seconds(each.shape) for each in of_kind
             )
     return ratios

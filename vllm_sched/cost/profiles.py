@@ -11,6 +11,8 @@ six decode steps) is unknown: measure it (`calibrate`) or set `--mixed-ms`.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -179,13 +181,23 @@ ASSUMED: Final = {
         ),
     )
 }
-_8B, _70B = "llama-3.1-8b", "llama-3.1-70b"
+SHORT_MODELS: Final = {"8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
+NAME: Final = re.compile(r"(\w+)-(.+?)(?:-((?:bf|fp)\d+))?(?:-tp(\d{1,4}))?")
+
+
+def key_of_name(name: str) -> ProfileKey | None:
+    """Return the key of SYSTEM-MODEL[-DTYPE][-tpN]; None if it has another form."""
+    if (found := NAME.fullmatch(name)) is None:
+        return None
+    system, model, dtype, tp = found.groups()
+    model = SHORT_MODELS.get(model, model)
+    return ProfileKey(model, system, dtype or DEFAULTS["dtype"], int(tp or DEFAULTS["tp"]))
+
+
 ALIASES: Final = {
-    "a100-70b-tp4": ProfileKey(_70B, "a100", "bf16", 4),
-    "h100-8b": ProfileKey(_8B, "h100", "bf16", 1),
-    "h100-70b-tp4": ProfileKey(_70B, "h100", "bf16", 4),
-    "h200-8b": ProfileKey(_8B, "h200", "bf16", 1),
-    "h200-70b-tp4": ProfileKey(_70B, "h200", "bf16", 4),
+    name: key
+    for name in ("a100-70b-tp4", "h100-8b", "h100-70b-tp4", "h200-8b", "h200-70b-tp4")
+    if (key := key_of_name(name))
 }
 SHORT_NAMES: Final = (*ASSUMED, *ALIASES)
 USAGE: Final = (
@@ -194,13 +206,8 @@ USAGE: Final = (
 )
 
 
-def parse_key(text: str) -> ProfileKey | None:
-    """Return the key of `model=M,system=S,tp=N,dtype=D`; None for a plain name."""
-    return _key(text) if "=" in text else None
-
-
 def _key(text: str) -> ProfileKey:
-    given = DEFAULTS | _parts(text)
+    given = DEFAULTS | read_parts(text)
     for name in KEYS:
         if name not in given:
             raise UsageError(f"profile {text}: {name} is missing; valid: {_values(name)}")
@@ -212,7 +219,7 @@ def named_by(text: str) -> list[str]:
 
     Another text is returned as it is.
     """
-    if "=" not in text or (given := _parts(text)).keys() >= set(KEYS):
+    if "=" not in text or (given := read_parts(text)).keys() >= set(KEYS):
         return [text]
     key = _key(text)
 
@@ -223,22 +230,29 @@ def named_by(text: str) -> list[str]:
     if not found:
         reasons = (f"{each.dtype}: {why}" for each, why in missing().items() if matches(each))
         why = "; ".join(dict.fromkeys(reasons))
-        raise UsageError(
-            f"profile {text}: {_mismatch(key, list(measured()), why)}; with tp and dtype too, the "
-            "extra vllm-sched[aiconfigurator] gives profiles that are not built in"
-        )
+        raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(measured()), why)}", key)
     return found
 
 
-def _parts(text: str) -> dict[str, str]:
+def read_parts(text: str) -> dict[str, str]:
+    """Return the values of `KEY=VALUE,KEY=VALUE`; a value may have quotation marks."""
+    reader = shlex.shlex(text, posix=True)
+    reader.whitespace += ","
+    reader.whitespace_split, reader.commenters = True, ""
+    try:
+        parts = list(reader)
+    except ValueError:
+        raise UsageError(f"profile {text}: a quotation mark is not closed") from None
     given: dict[str, str] = {}
-    for part in text.replace(",", " ").split():
+    for part in parts:
         name, _, value = part.partition("=")
         if name not in KEYS or not value:
             raise UsageError(f"profile {text}: {part!r} is not KEY=VALUE of {', '.join(KEYS)}")
+        if name in given:
+            raise UsageError(f"profile {text}: {name} is given twice")
         given[name] = value
     tp = given.get("tp", "1")
-    if not (tp.isascii() and tp.isdigit() and int(tp)):
+    if not (tp.isascii() and tp.isdigit() and len(tp) < 5 and int(tp)):
         raise UsageError(f"profile {text}: tp={tp} is not a number of GPUs")
     return given
 
@@ -248,10 +262,9 @@ def find(text: str) -> Profile:
     if (profile := ASSUMED.get(text)) is not None:
         return profile
     known = measured()
-    key = ALIASES.get(text) or parse_key(text)
-    if key is None:
-        key = next((each for each in (*known, *missing()) if each.name == text), None)
-    if key is None:
+    spelt_out = "=" in text
+    key = _key(text) if spelt_out else key_of_name(text)
+    if key is None or not (spelt_out or any(key.system == each.system for each in known)):
         raise UsageError(
             f"unknown profile {text!r}; valid: {USAGE}; or measure your own with "
             "`vllm-sched calibrate --save cost.json`"

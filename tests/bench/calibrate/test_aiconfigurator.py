@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from vllm_sched.bench.calibrate import aiconfigurator
-from vllm_sched.bench.calibrate.aiconfigurator import find_profile
+from vllm_sched.bench.calibrate.aiconfigurator import find_profile, named_by
 from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.fleet.models import of_profile
+from vllm_sched.sim.planning.plan import machines_of
 
 PACKAGE = """
 import json
@@ -141,7 +142,43 @@ def test_what_it_does_not_have(text: str, reason: str) -> None:
         find_profile(text)
 
 
+def test_each_size_and_precision_of_a_model_that_is_not_built_in() -> None:
+    names = named_by("model=acme/Dense,system=l40s")
+    assert names == [
+        f"model=acme/Dense,system=l40s,tp={tp},dtype={dtype}"
+        for dtype in ("bf16", "fp8")
+        for tp in (1, 2, 4, 8)
+    ]
+    assert named_by("model=acme/Dense,system=l40s,tp=2,dtype=fp8") == [
+        "model=acme/Dense,system=l40s,tp=2,dtype=fp8"
+    ]
+    quantized = named_by("model=acme/Small-FP8,system=h100,tp=2")
+    assert quantized == ["model=acme/Small-FP8,system=h100,tp=2,dtype=fp8"]
+    assert [each.profile for each in machines_of(quantized)] == quantized
+
+
+def test_built_in_sizes_and_precisions_are_not_sampled_again() -> None:
+    assert named_by("h100-8b") == ["h100-8b"]
+    assert "h100-llama-3.1-8b-fp8-tp2" in named_by("model=llama-3.1-8b,system=h100")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("model=acme/Small-FP8,system=h100,dtype=bf16", "bf16: acme/Small-FP8 is quantized"),
+        ("model=acme/Dense,system=h100,tp=3", "bf16: .*cannot be divided.*; fp8: .*cannot be"),
+        ("model=acme/No,system=h100", "does not have it; valid: llama-3.1-8b, .*acme/Dense"),
+        ("model=acme/Dense,system=tpu", "system=tpu: no data; valid: h100, l40s"),
+    ],
+)
+def test_no_size_or_precision_of_it(text: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=f"profile {text}: .*{reason}"):
+        named_by(text)
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aiconfigurator, "installed", lambda: False)
+    with pytest.raises(UsageError, match=r"for others install vllm-sched\[aiconfigurator\]"):
+        named_by("model=acme/Dense,system=l40s")
     with pytest.raises(UsageError, match=r"for others install vllm-sched\[aiconfigurator\]"):
         find_profile("model=acme/Dense,system=l40s")

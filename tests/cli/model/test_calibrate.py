@@ -124,13 +124,14 @@ def test_calibrate_recovers_known_step_times(
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
     url = in_virtual_time(StepServer(TIME, budget=128, max_model_len=1024, metrics=page))
     saved = ("--save", cost, "--plot", picture)
-    printed = program("calibrate", "--url", url, *SMALL, *saved).out
+    printed = program("calibrate", "--url", url, *SMALL, *saved, "--profile", "h200-8b").out
     for words in (
         "c_d: a decode step",
         "delta: both in one step",
         "95 % interval",
         "held-out",
         "nearest built-in profile: ",
+        "profile h200-8b; median of measured time over its time: decode alone ",
     ):
         assert words in printed
     content = json.loads(cost.read_text())
@@ -220,6 +221,8 @@ def test_front_time_is_the_rest_of_short_prompts() -> None:
         ("--url http://x --max-batch 0", "--max-batch 0"),
         ("--url http://x --plot a.png", "ends in .svg"),
         ("--url http://x --save no/such/cost.json", "there is no folder"),
+        ("--url http://x --profile tpu", "unknown profile 'tpu'; valid: a100-8b"),
+        ("--url http://x --profile h100-70b-tp4", "is a worker with 4 GPUs; give --gpus 4, or"),
     ],
 )
 def test_invalid_option_is_refused_before_any_measurement(

@@ -148,8 +148,7 @@ def profile_of(key: ProfileKey) -> Profile:
                 why.append(str(error))
     if found:
         return min(found, key=lambda each: sum(map(each.time.seconds, USUAL_DECODES)))
-    reason = why[0] if why else "there is no checkpoint of this dtype"
-    raise UnsupportedProfileError(f"{reason}{valid_sizes(key)}")
+    raise UnsupportedProfileError(why[0] if why else "there is no checkpoint of this dtype")
 
 
 def valid_sizes(key: ProfileKey) -> str:
@@ -346,10 +345,44 @@ def find_profile(text: str) -> Profile:
     try:
         return profiles.find(text)
     except profiles.NotBuiltInError as error:
-        if not installed():
-            raise UsageError(f"{error}; for others install {EXTRA}") from None
+        _require_source(error)
         key = error.key
     try:
         return profile_of(key)
+    except UnsupportedProfileError as error:
+        raise UsageError(f"profile {text}: {error}{valid_sizes(key)}") from None
     except UsageError as error:
         raise UsageError(f"profile {text}: {error}") from None
+
+
+def named_by(text: str) -> list[str]:
+    """Return the profiles of `model=M,system=S`, built in or else of the optional source.
+
+    They have each tp and dtype that the text leaves open. Another text is returned as it is.
+    """
+    try:
+        return profiles.named_by(text)
+    except profiles.NotBuiltInError as error:
+        _require_source(error)
+        key = error.key
+    given = profiles.read_parts(text)
+    found: list[str] = []
+    why: list[str] = []
+    for dtype in [key.dtype] if "dtype" in given else DTYPES:
+        for tp in [key.tp] if "tp" in given else SIZES:
+            try:
+                profile_of(key._replace(dtype=dtype, tp=tp))
+            except UnsupportedProfileError as error:
+                why.append(f"{dtype}: {error}")
+            except UsageError as error:
+                raise UsageError(f"profile {text}: {error}") from None
+            else:
+                found.append(f"model={key.model},system={key.system},tp={tp},dtype={dtype}")
+    if not found:
+        raise UsageError(f"profile {text}: {'; '.join(dict.fromkeys(why))}")
+    return found
+
+
+def _require_source(error: profiles.NotBuiltInError) -> None:
+    if not installed():
+        raise UsageError(f"{error}; for others install {EXTRA}") from None

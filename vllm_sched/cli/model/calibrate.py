@@ -17,18 +17,21 @@ from typing import Any, Final, Self
 from vllm_sched.bench.calibrate.step_times import CalibrationPlan, LonePrompt, MeasuredSteps, meter
 from vllm_sched.bench.calibrate.token_times import MeasureError
 from vllm_sched.bench.compare.compare import ProgressReporter, running
+from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output, require_folders
-from vllm_sched.cost.calibration import Calibration, calibrate, nearest
+from vllm_sched.cost.calibration import Calibration, calibrate, nearest, ratios_to
 from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
-from vllm_sched.cost.profiles import measured
+from vllm_sched.cost.profiles import USAGE, measured
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
+from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning.capacity_bound import prefill_seconds
+from vllm_sched.sim.types import WorkerModel
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable
@@ -101,6 +104,11 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help="GPUs of the worker, for `plan` (default: %(default)s)",
     )
+    add(
+        "--profile",
+        metavar="NAME|FILE",
+        help=f"compare the worker with this profile too: {USAGE}, or a file of `calibrate`",
+    )
     add("--seed", type=int, default=0, help="seed of prompts, held-out steps and intervals")
     add("--save", type=Path, metavar="cost.json", help="write the coefficients and all steps")
     add("--plot", type=Path, metavar="FILE.svg", help="draw measured against fitted times")
@@ -131,6 +139,7 @@ class WholePrompts:
 def run_calibrate(args: argparse.Namespace) -> int:
     """Run the command; return 1 if the worker failed."""
     check(args)
+    profile = _profile(args)
     console = Output()
     try:
         with ProgressReporter(console) as narrator:
@@ -145,7 +154,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     whole = WholePrompts.of(seen.lone, found.time, args.budget)
     _print_calibration(console, found)
     _print_whole_prompts(console, whole)
-    _print_nearest(console, found, args.gpus)
+    _print_distances(console, found, args.gpus, profile)
     content = json.dumps(to_json(facts, found, whole), indent=1) + "\n"
     console.save(args.save, lambda path: write_whole(path, content))
     console.save(args.plot, partial(draw_chart, picture(facts["model"], found)), "drew")
@@ -161,6 +170,19 @@ def check(args: argparse.Namespace) -> None:
     if args.plot:
         check_chart(args.plot)
     require_folders(args.save, args.plot)
+
+
+def _profile(args: argparse.Namespace) -> WorkerModel | None:
+    """Return the worker of `--profile`, which must have as many GPUs."""
+    if args.profile is None:
+        return None
+    found = of_profile(args.profile)
+    if found.gpus != args.gpus and "gpus" not in found.assumed:
+        raise UsageError(
+            f"--profile {args.profile}: is a worker with {format_count(found.gpus, 'GPU')}; give "
+            f"--gpus {found.gpus}, or a profile with {args.gpus}"
+        )
+    return found
 
 
 async def _measure(
@@ -295,17 +317,21 @@ def _print_whole_prompts(console: Output, whole: WholePrompts) -> None:
     console.print_text(text, "")
 
 
-def _print_nearest(console: Output, found: Calibration, gpus: int) -> None:
+def _print_distances(
+    console: Output, found: Calibration, gpus: int, profile: WorkerModel | None
+) -> None:
+    """Print how far the worker is from the nearest built-in profile, and from the named one."""
+    steps = (*found.fitted, *found.held_out)
     same_size = [each for key, each in measured().items() if key.tp == gpus]
-    near = nearest((*found.fitted, *found.held_out), same_size)
-    if near is None:
-        return
-    ratios = ", ".join(f"{KINDS[kind]} {ratio:.3g}" for kind, ratio in near.ratios.items())
-    text = (
-        f"nearest built-in profile: {near.profile.name}; median of measured time over its time: "
-        f"{ratios}"
-    )
-    console.print_text(text, "")
+    shown: dict[str, Mapping[Kind, float]] = {}
+    if (near := nearest(steps, same_size)) is not None:
+        shown[f"nearest built-in profile: {near.profile.name}"] = near.ratios
+    if profile is not None:
+        shown[f"profile {profile.profile}"] = ratios_to(profile.time, steps)
+    for name, ratios in shown.items():
+        each = ", ".join(f"{KINDS[kind]} {ratio:.3g}" for kind, ratio in ratios.items())
+        text = f"{name}; median of measured time over its time: {each}"
+        console.print_text(text, "")
 
 
 def _residuals(found: Calibration, kind: Kind) -> list[str]:

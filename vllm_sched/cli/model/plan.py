@@ -54,8 +54,8 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         required=True,
         metavar="NAME|FILE",
         help=f"cost models of workers: {profiles.USAGE}, or files of `calibrate`; of several the "
-        "best is taken; model=M,system=S tries each tp and dtype that is built in, and different "
-        "tp for prefill and decode",
+        "best is taken; model=M,system=S tries each tp and dtype, and different tp for prefill and "
+        "decode",
     )
     add_goodput(command, required=True)
     add("--request-rate", type=float, metavar="R", help="required requests per second")
