@@ -15,15 +15,7 @@ import pytest
 from proxy.config import FleetConfig, load, parse
 from proxy.metrics.recent import ANY
 from proxy.processes.channel import Channel
-from proxy.processes.ipc_messages import (
-    Begin,
-    Drain,
-    IpcAnswer,
-    IpcQuestion,
-    Message,
-    Stop,
-    What,
-)
+from proxy.processes.ipc_messages import Begin, Drain, IpcAnswer, IpcQuestion, Message, Stop, What
 from proxy.processes.server_process import ServerProcess
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.secrets import SecretKeys
