@@ -117,8 +117,7 @@ def imbalance(result: Result, specs: tuple[WorkerSpec, ...]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("count", "policy", "rate"),
-    [(2, "least_loaded", 12.0), (4, "adaptive", 28.0)],
+    ("count", "policy", "rate"), [(2, "least_loaded", 12.0), (4, "adaptive", 28.0)]
 )
 def test_processes_balance_workers_as_evenly_as_one(count: int, policy: str, rate: float) -> None:
     alone, shared = (simulate(size, EQUAL_WORKERS, rate, 0.0, policy) for size in (1, count))

@@ -237,8 +237,7 @@ async def test_restarted_process_uses_the_last_read_fleet_file(tmp_path: Path) -
         for victim, old in group.pids.items():
             os.kill(old, signal.SIGKILL)
             await eventually(
-                lambda victim=victim, old=old: group.pids.get(victim, old) != old,
-                within=DEADLINE_S,
+                lambda victim=victim, old=old: group.pids.get(victim, old) != old, within=DEADLINE_S
             )
             await wait_for(group, stays, 200, goes, comes)
         group.send_signal(signal.SIGHUP)

@@ -7,15 +7,7 @@ from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.types import Reason, RequestInfo
-from tests.proxy.core.making import (
-    LONG,
-    MODEL,
-    SHORT,
-    ask,
-    fleet_of,
-    members,
-    spec,
-)
+from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
 
 def open_names(

@@ -19,7 +19,7 @@ from tests.proxy.core.making import ask, notes, placed, pop_one, router_of, spec
 P, D = Role.PREFILL, Role.DECODE
 RULES = ["adaptive", "length", "least_loaded", "round_robin"]
 LONG = 12_000
-CACHE = 10_000_000
+CACHE, SMALL_CACHE = 10_000_000, 100_000  # tokens
 
 
 def make_router(*names: str, **settings: Any) -> Router:
@@ -36,8 +36,9 @@ def set_page(
     *,
     name: str = "d0",
     usage: float = 0.1,
+    cache: int = CACHE,
 ) -> Worker:
-    gauges = Gauges(at, running, queued, kv_usage=usage, kv_capacity_tokens=CACHE)
+    gauges = Gauges(at, running, queued, kv_usage=usage, kv_capacity_tokens=cache)
     router.fleet.health.set_gauges(name, gauges)
     return worker_of(router, name)
 
@@ -96,26 +97,19 @@ def test_explain_notes_a_missing_slot() -> None:
     assert found == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
-def set_small_cache_page(router: Router, now: float, usage: float, queued: int = 0) -> Worker:
-    """Set the page of a decode worker with a KV cache of 100,000 tokens."""
-    gauges = Gauges(now, 1, queued, kv_usage=usage, kv_capacity_tokens=100_000)
-    router.fleet.health.set_gauges("d0", gauges)
-    return worker_of(router, "d0")
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     """Requests of other routers or longer answers than expected."""
     router = make_router(policy=rule)
     decoding_handovers(router, 1)
-    assert set_small_cache_page(router, 1.0, 0.8).kv_more == 80_000 - LONG - 50
+    assert set_page(router, 1.0, 1, usage=0.8, cache=SMALL_CACHE).kv_more == 80_000 - LONG - 50
     assert placed(router.submit(ask(1000), 1.0)).prefill is not None  # it fits
     ticket = waits(router.submit(ask(20_000), 1.0))
     assert worker_of(router, "p0").requests == 1
     assert router.pop_due(1.5) == []
-    set_small_cache_page(router, 2.0, 0.8, queued=1)
+    set_page(router, 2.0, 1, 1, usage=0.8, cache=SMALL_CACHE)
     assert router.pop_due(2.0) == []
-    set_small_cache_page(router, 3.0, 0.6)
+    set_page(router, 3.0, 1, usage=0.6, cache=SMALL_CACHE)
     ended, lease = pop_one(router, 3.0)
     assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
 
@@ -130,7 +124,7 @@ def test_another_decode_worker_is_used_if_one_is_full(rule: str) -> None:
     first, second = worker_of(router, "d0"), worker_of(router, "d1")
     router.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
     set_page(router, 1.0, 3, name="d1")
-    set_small_cache_page(router, 1.0, 0.9)
+    set_page(router, 1.0, 1, usage=0.9, cache=SMALL_CACHE)
     assert (first.requests, second.requests) == (1, 3)
     for _ in range(3):
         assert placed(router.submit(ask(LONG), 1.0)).decision.route == "p0>d1"

@@ -16,16 +16,7 @@ from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
-from tests.proxy.core.making import (
-    ask_of,
-    placed,
-    pop_one,
-    refused,
-    router_of,
-    spec,
-    tenant,
-    waits,
-)
+from tests.proxy.core.making import ask_of, placed, pop_one, refused, router_of, spec, tenant, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank
 CAPACITY = 12

@@ -10,16 +10,7 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank
-from tests.proxy.core.making import (
-    ask,
-    placed,
-    pop_one,
-    refused,
-    router_of,
-    spec,
-    waits,
-    worker_of,
-)
+from tests.proxy.core.making import ask, placed, pop_one, refused, router_of, spec, waits, worker_of
 
 TARGET_S = 2.0
 

@@ -13,16 +13,7 @@ from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.urgency import WEIGHT
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
-from tests.proxy.core.making import (
-    ask,
-    placed,
-    pop_one,
-    refused,
-    router_of,
-    spec,
-    waits,
-    worker_of,
-)
+from tests.proxy.core.making import ask, placed, pop_one, refused, router_of, spec, waits, worker_of
 
 TOKEN_S = 1e-4
 FRESH, TURN = 200_000, 300_000

@@ -41,10 +41,7 @@ def steering_field(body: str) -> str | None:
         ('{"vllm_xargs": {"kv_transfer_params": %s, "kv_transfer_params": null}}', IN_XARGS),
         ('{"token_ids":[1],"sampling_params":{"extra_args":{"kv_transfer_params":%s}}}', ARGS),
         ('{"sampling_params": {"extra\\u005fargs": {"kv_transfer_params": %s}}}', ARGS),
-        (
-            '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}, "extra_args": 1}}',
-            ARGS,
-        ),
+        ('{"sampling_params": {"extra_args": {"kv_transfer_params": %s}, "extra_args": 1}}', ARGS),
         (
             '{"sampling_params": {"extra_args": {"kv_transfer_params": %s}}, "sampling_params": 1}',
             ARGS,

@@ -284,9 +284,7 @@ def test_restarted_process_knows_earlier_service(make_group: MakeGroup) -> None:
     assert difference(rivals) < 0.1
 
 
-def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(
-    make_all: MakeGroup,
-) -> None:
+def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(make_all: MakeGroup) -> None:
     rivals = make_rivals(make_all)
     group = rivals.group
     tenant(group, 1, "u").charge(1e6)

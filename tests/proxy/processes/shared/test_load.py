@@ -26,14 +26,7 @@ from proxy.processes.shared.process_sheet import ProcessSheet
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, SETTLE_S
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.present import present
-from tests.proxy.core.making import (
-    ask,
-    idle,
-    placed,
-    refused,
-    spec,
-    waits,
-)
+from tests.proxy.core.making import ask, idle, placed, refused, spec, waits
 from tests.proxy.processes.virtual_group import HostGroup, MakeGroup, VirtualGroup
 
 

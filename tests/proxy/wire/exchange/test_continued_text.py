@@ -182,8 +182,7 @@ async def test_a_greedy_stream_that_has_no_usable_text_begins_anew(
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"max_completion_tokens": "abc"}, {"tools": 5}, {"tools": [{"function": None}]}, {}],
+    "fields", [{"max_completion_tokens": "abc"}, {"tools": 5}, {"tools": [{"function": None}]}, {}]
 )
 async def test_a_completion_s_ignored_fields_have_no_effect(
     start: Start, fields: dict[str, Any]

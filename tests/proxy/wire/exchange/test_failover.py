@@ -12,7 +12,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.exchange.engines import THREE, in_turn, journaled
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
+from tests.proxy.wire.pairs import chat_body, expected, pairs, words
 from tests.proxy.wire.raw_client import Answer, chat, request
 from tests.proxy.wire.site import Fake, Site, eventually
 
@@ -87,25 +87,24 @@ async def test_response_that_has_begun_stays_on_a_down_worker(start: Start) -> N
     client.close()
 
 
-async def test_prefill_leg_moves_without_spending_a_retry(start: Start) -> None:
-    await check_leg_moves(await pairs(start, retry_budget=0.0), Role.PREFILL)
-
-
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_either_leg_of_a_handover_moves(start: Start, role: Role) -> None:
-    await check_leg_moves(await pairs(start), role)
-
-
-async def check_leg_moves(here: Pairs, role: Role) -> None:
-    """Let the worker of one leg hang and go down; another worker must serve the leg."""
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [(Role.PREFILL, {"retry_budget": 0.0}), (Role.DECODE, {})],
+    ids=["prefill", "decode"],
+)
+async def test_either_leg_of_a_handover_moves(
+    start: Start, role: Role, settings: dict[str, float]
+) -> None:
+    """The worker of one leg hangs and goes down. A prefill leg moves without spending a retry."""
+    here = await pairs(start, **settings)
     body = chat_body()
     worker = here.victim(role, body)
     worker.then(scripts.stall)
-    tasks = asyncio.create_task(here.site.ask(request(body), within=20.0))
+    asking = asyncio.create_task(here.site.ask(request(body), within=20.0))
     await worker.got(1)
     here.site.down(worker.name)
     pass_time(here.site)
-    assert words(await tasks) == expected(body)
+    assert words(await asking) == expected(body)
     await here.settled()
 
 
