@@ -318,7 +318,7 @@ class App:
             workers.append(worker.model_copy(update=chosen))
             why = "missing, and a reload starts no worker; set it, or restart"
             keys = workers[-1].keys_to_choose
-            problems += [Problem(f"workers[{index}].{key}", why) for key in keys]
+            problems += [Problem(f"workers[{index}].{key}", why, worker.name) for key in keys]
         if problems:
             raise ConfigError(str(source), problems)
         return config.model_copy(update={"workers": tuple(workers)})

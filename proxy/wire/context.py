@@ -161,5 +161,5 @@ class WireContext(Protocol):
     def dispatch_queued(self, now: float) -> None:
         """Send queued requests that have room."""
 
-    def count_local_failure(self, now: float) -> None:
-        """Count a lack of local resources."""
+    def handle_local_failure(self, now: float) -> None:
+        """Count a lack of local resources, and make room."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-LOG_INTERVAL_S = 60.0
+LOG_INTERVAL_S, CLOSING_INTERVAL_S = 60.0, 1.0
 MIN_CLOSE_S = 1.0  # minimum time to send written responses
 
 
@@ -101,7 +101,7 @@ class WireServer:
         self.continuations = ContinuationLog()
         self._servers: list[asyncio.Server] = []
         self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
-        self._next_log = 0.0
+        self._next_log = self._next_closing = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
         self._id_prefix = os.urandom(8).hex().encode()
@@ -232,9 +232,13 @@ class WireServer:
                 logger.exception("cannot send a queued request to its worker")
                 exchange.end_for_shutdown(now)
 
-    def count_local_failure(self, now: float) -> None:
-        """Count a lack of local resources, and log it once a minute."""
+    def handle_local_failure(self, now: float) -> None:
+        """Count a lack of local resources, log it once a minute, and close idle clients' files."""
         self.metrics.connects_failed += 1
+        if now >= self._next_closing:
+            self._next_closing = now + CLOSING_INTERVAL_S
+            for client in list(self.clients):
+                client.close_if_idle(now)
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL_S
             logger.error(

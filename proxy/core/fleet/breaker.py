@@ -2,12 +2,15 @@
 
 Three failures in a row, or one response 429 or 503, open the breaker. It stays open for a time that
 doubles with each opening, or for the worker's Retry-After. Then one request at a time passes on
-trial. Its first token closes the breaker, its failure opens it again. A trial is due at once, and
-again after the longest pause if the last one had no result.
+trial. Its first token closes the breaker, its failure opens it again.
+
+A trial is due after the pause that doubles, also if the Retry-After is shorter, and after the
+longest pause if the last trial had no result: the worker may hang.
 """
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 FAILURES_TO_OPEN = 3
@@ -15,6 +18,7 @@ MIN_OPEN_S, MAX_OPEN_S = 0.5, 30.0
 TRIAL_INTERVAL_S = 2.0
 MAX_RETRY_AFTER_S = 300.0
 FAILED, BUSY = "failed", "busy"
+TRIAL_WITHOUT_RESULT = -math.inf
 
 
 # closed, busy, until, failures, openings, tried_at (0: no trial), why
@@ -28,7 +32,10 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "opened", "until", "why")
+    __slots__ = (
+        "_failures", "_last_trial_at", "_openings", "_tried_at",
+        "busy", "closed", "opened", "until", "why",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.closed = True
@@ -40,6 +47,7 @@ class Breaker:
         self._failures = 0
         self._openings = 0
         self._tried_at: float | None = None
+        self._last_trial_at = -math.inf  # also after its result
 
     @property
     def has_no_failures(self) -> bool:
@@ -62,13 +70,14 @@ class Breaker:
         """Return whether a request should try the worker, even if a rule prefers others."""
         if self.closed or now < self.until:
             return False
-        return self._tried_at is None or now - self._tried_at >= MAX_OPEN_S
+        pause_s = pause(self._openings - 1) if self._tried_at is None else MAX_OPEN_S
+        return now - self._last_trial_at >= pause_s
 
     def record_sent(self, now: float) -> bool:
         """Note a sent request; True if it is a trial."""
         if self.closed:
             return False
-        self._tried_at = now
+        self._tried_at = self._last_trial_at = now
         return True
 
     def record_success(self) -> None:
@@ -76,7 +85,7 @@ class Breaker:
         self.busy = False
         self.why = ""
         self._failures = self._openings = 0
-        self._tried_at = None
+        self._tried_at, self._last_trial_at = None, -math.inf
 
     def record_failure(
         self, now: float, retry_after_s: float | None = None, *, busy: bool = False, why: str = ""
@@ -88,7 +97,7 @@ class Breaker:
             return
         if not self.closed and now < self.until and pause_s is None:
             return  # sent before the opening
-        rest = min(MIN_OPEN_S * 2.0 ** min(self._openings, 16), MAX_OPEN_S)
+        rest = pause(self._openings)
         if pause_s is not None:
             rest = min(pause_s, MAX_RETRY_AFTER_S)
         # Requests sent before the opening fail too, and count once.
@@ -116,10 +125,15 @@ class Breaker:
         self.closed, self.busy, self.until = snapshot[:3]
         self._failures, self._openings, tried_at, self.why = snapshot[3:]
         self._tried_at = tried_at or None
+        self._last_trial_at = max(self._last_trial_at, tried_at or -math.inf)
         if was_closed and not self.closed:
             self.opened[BUSY if self.busy else FAILED] += 1
 
     def abandon_trial(self) -> None:
         """Allow another trial: the last one has no result."""
-        if self._tried_at is not None:
-            self._tried_at -= TRIAL_INTERVAL_S
+        self._tried_at = TRIAL_WITHOUT_RESULT
+
+
+def pause(openings: int) -> float:
+    """Return the seconds that a breaker stays open after as many openings before."""
+    return min(MIN_OPEN_S * 2.0 ** min(openings, 16), MAX_OPEN_S)

@@ -302,7 +302,7 @@ class Attempt:
         connection, self.connection = self.connection, None
         if error is WorkerError.OURS:
             # No worker failed: this machine lacks resources.
-            wire.count_local_failure(now)
+            wire.handle_local_failure(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
         silent = not (self.handover or self._head or self.response)

@@ -245,6 +245,8 @@ class Exchange(AttemptOwner):
             break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, refusal)
             return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
+        if refusal.reason is Reason.ROUTER_FULL:
+            keep_alive = False  # the connection's file is needed
         answer = refuse(refusal, self.request, keep_alive=keep_alive)
         self.record.sent_bytes += len(answer)
         self.close(now, refusal.status, refusal.reason)

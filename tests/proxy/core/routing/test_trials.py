@@ -78,6 +78,20 @@ def test_worker_that_still_fails_is_tried_once_per_pause_and_no_request_is_lost(
     assert len(trials) < 16
 
 
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.BUSY])
+def test_retry_after_of_nothing_makes_no_trial_of_every_request(outcome: Outcome) -> None:
+    router, trials = failed_fleet(policy="round_robin", retry_budget=1.0), 0
+    for number in range(1, 401):
+        now = number / 4
+        lease = submit(router, now)
+        trials += lease.decision.reason is Reason.TRIAL
+        if lease.worker.name == "a":
+            failure = LegFailure(outcome, lease.worker, retry_after_s=0.0)
+            lease = placed(router.retry(lease, now, failure))
+        router.leases.finish(lease, now, Outcome.DONE)
+    assert 1 <= trials < 10
+
+
 def test_trial_that_hangs_is_the_only_one_and_one_without_result_is_repeated_after_a_pause() -> (
     None
 ):

@@ -258,20 +258,34 @@ async def test_lack_of_descriptors_opens_no_breaker(
 ) -> None:
     fakes = [Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE)] if handover else [Fake("w0")]
     site = await start(*fakes, router={"transfer": handover, "disaggregate_above": 1})
-    client = await site.client()
-    assert (await client.ask(get("/health"))).status == 200  # the client is connected
-    with no_free_descriptors():
-        for _ in range(5):
-            answer = await client.ask(chat("x" * 100))
+    clients = [await site.client() for _ in range(5)]
+    for client in clients:
+        await client.send(b"POST /v1/chat/completions")  # not idle
+    await eventually(lambda: len(site.wire.clients) == 5)
+    for client in clients:
+        with no_free_descriptors():
+            answer = await client.ask(chat("x" * 100).removeprefix(b"POST /v1/chat/completions"))
             assert (answer.status, answer.error()["code"]) == (503, "router_full")
             assert answer.one(b"retry-after") == b"1"
+            assert answer.one(b"connection") == b"close"
+            assert await client.closed() == b""
     assert caplog.text.count("cannot open a connection to a worker") == 1
     assert site.metrics.connects_failed == 5
     assert site.metrics.retries == {}
     for fake in fakes:
         assert site.worker(fake.name).breaker.has_no_failures
     site.always(scripts.answer(200, b"{}"))
-    assert (await client.ask(chat("x" * 100))).status == 200
+    assert (await site.ask(chat("x" * 100))).status == 200
+
+
+async def test_idle_clients_are_closed_when_requests_need_their_descriptors(site: Site) -> None:
+    idle, client = await site.client(), await site.client()
+    for each in (idle, client):
+        assert (await each.ask(get("/health"))).status == 200
+    with no_free_descriptors():
+        assert (await client.ask(chat())).status == 503
+        assert await idle.closed() == b""
+    assert (await site.ask(chat())).status == 200
 
 
 async def test_clients_are_accepted_once_descriptors_are_free(site: Site) -> None:
