@@ -209,12 +209,13 @@ async def test_a_second_worker_may_fail_before_it_has_caught_up(start: Start, se
 
 # Streams whose tokens are not known
 
+WITH_USAGE = {"temperature": 0, "stream_options": {"include_usage": True}}
 # Tokens before the worker dies, whether they are known, fields of the request.
 REPEATED: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "greedy": (4, False, {"temperature": 0}),
     "nothing sent": (0, False, {}),
-    "only the usage is missing": (len(WORDS), True, {"temperature": 0}),
-    "only the usage is missing, tokens unknown": (len(WORDS), False, {"temperature": 0}),
+    "only the usage is missing": (len(WORDS), True, WITH_USAGE),
+    "only the usage is missing, tokens unknown": (len(WORDS), False, WITH_USAGE),
 }
 
 
