@@ -74,9 +74,8 @@ class StepPlanner:
     def begin_step(self, now: float, wall_now: float) -> StepPlan:
         """Sort `running`, and show the step to the policies."""
         scheduler = self._scheduler
-        prefills, decoding = self._order.split()
         kv_free = 1.0 - scheduler.kv_cache_manager.usage
-        decode_is_last = self._order.arrange(prefills, decoding, kv_free)
+        prefills, decoding, decode_is_last = self._order.sort(kv_free)
         self.admission.begin_step(now)
         refused = self.admission.queue.refused
         if refused is not None and self._has_room(refused, kv_free):
