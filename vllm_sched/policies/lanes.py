@@ -244,7 +244,6 @@ class Lanes(Policy):
         return step.budget if paused else self._shares.batch_share
 
     def _other_newcomer(self) -> RequestView | None:
-        """Return the next request to admit if it is urgent or normal."""
         head = self._step.newcomer()
         return None if head is None or self.lane(head) == BATCH else head
 

@@ -166,7 +166,6 @@ def check(args: argparse.Namespace) -> None:
 async def _measure(
     args: argparse.Namespace, narrator: ProgressReporter
 ) -> tuple[dict[str, Any], MeasuredSteps]:
-    """Return facts of the worker, for the file, and its steps."""
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:

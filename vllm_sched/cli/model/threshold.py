@@ -115,7 +115,6 @@ class Finding:
 
     @property
     def gain(self) -> float:
-        """Exact throughput of the recommended K relative to K = 1."""
         at = {row.k: row.throughput for row in self.rows}
         return at[self.run] / at[1]
 

@@ -149,15 +149,9 @@ class StepPlanner:
         admitted = scheduler.running[plan.num_running :]
         chunks = chunks_of(itertools.chain(step.prefills, admitted), tokens)
         decodes = len(tokens) - len(chunks)
-        return ScheduledStep(
-            output,
-            step.index,
-            step.now,
-            step.budget,
-            chunks,
-            context_tokens=step.context_tokens * decodes // max(len(step.decoding), 1),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+        context = step.context_tokens * decodes // max(len(step.decoding), 1)
+        return ScheduledStep.of(
+            scheduler, output, chunks, at=step.now, budget=step.budget, context_tokens=context
         )
 
     def _loading_requests(self) -> list[Request]:
