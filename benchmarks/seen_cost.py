@@ -86,7 +86,6 @@ def write_seconds(kind: type[Any], policies: Policies, between: int) -> float:
 
 
 def main() -> None:
-    """Print the table of costs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=110, help="per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
