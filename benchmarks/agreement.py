@@ -51,12 +51,10 @@ class PolicyCase:
 
     @property
     def model(self) -> WorkerModel:
-        """The worker's model."""
         return replace(self.machine, max_num_seqs=self.slots, policies=self.policies)
 
     @property
     def jobs(self) -> list[tuple[float, Job]]:
-        """Arrival times and jobs."""
         return [
             (
                 self.apart * at,
@@ -113,7 +111,6 @@ def draw_jobs(count: int) -> list[tuple[float, Job]]:
 
 
 def by_job(events: Iterable[Event]) -> dict[str, list[float]]:
-    """Return the token times of each job."""
     times: dict[str, list[float]] = {}
     for event in events:
         times.setdefault(event.job_id, []).append(event.at)
@@ -161,7 +158,6 @@ def table(policy_cases: Mapping[str, PolicyCase], shown: Mapping[str, str]) -> I
 
 
 def main() -> None:
-    """Print the tables."""
     print(*table(CASES, SHOWN), "", sep="\n")
     print(*table(FAR_ON, {**SHOWN, "ITL max": "ms"}), sep="\n")
 

@@ -107,7 +107,6 @@ def fleet(cpus: Sequence[int]) -> FleetConfig:
 
 
 def sides(config: FleetConfig, folder: Path) -> list[Side]:
-    """Return the three sides."""
     short = config.model_copy(update={"workers": config.workers[:1]})
     alone, both = router_of(short, folder, "alone"), router_of(config, folder, "both")
     return [

@@ -195,7 +195,6 @@ def costs(samples: Sequence[measure.Sample]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print the costs and the target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load", choices=(measure.CHUNKS, measure.MANY_STREAMS), default="chunks")

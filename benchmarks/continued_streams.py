@@ -160,7 +160,6 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print how the streams ended."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=2000, help="at once")
     parser.add_argument("--workers", type=int, default=8)

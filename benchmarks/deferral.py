@@ -135,7 +135,6 @@ class FullEngine:
         (self.policy,) = self.scheduler._policies
 
     def steps(self, count: int) -> None:
-        """Run steps."""
         from tests.engine.one_engine import add, prompt_of
 
         for _ in range(count):
@@ -188,7 +187,6 @@ def _ratios(auto: Sequence[Phase], one: Sequence[Phase]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the ratios of `auto` to K=1."""
     parser = argparse.ArgumentParser(prog="deferral", description=__doc__.splitlines()[0])
     parser.add_argument("--real", action="store_true", help="in a real engine of the tiny model")
     parser.add_argument("--rounds", type=int, default=6, help="of 24 phases in the real engine")

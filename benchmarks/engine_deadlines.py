@@ -78,7 +78,6 @@ def play(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line for each load and variant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", default=PROFILES[0], choices=PROFILES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

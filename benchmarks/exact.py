@@ -37,7 +37,6 @@ def play(workload: str, seconds: float) -> tuple[float, float, int, float]:
 
 
 def main() -> None:
-    """Print a line per workload."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds")
     parser.add_argument("--workload", nargs="+", default=["azure-conv", "azure-code", "1000x100"])

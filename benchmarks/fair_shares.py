@@ -43,7 +43,6 @@ def make_router() -> Router:
 
 
 def make_request(number: int, prompt: int, output: int, tenant: Tenant | None) -> RequestInfo:
-    """Return a request of this size."""
     request = RequestInfo(
         str(number), "chat/completions", MODEL, prompt * 4, prompt, 0, prompt, output, output
     )
@@ -70,7 +69,6 @@ class Run:
         self.numbers = count()
 
     def simulate(self) -> None:
-        """Process events until the end of the run."""
         for name, (_, _, rate) in LOADS.items():
             self.schedule(self.random.expovariate(rate), name)
         while self.events and self.events[0][0] < self.seconds:
@@ -111,7 +109,6 @@ class Run:
         self.schedule(first + STEP_S * (request.output_tokens or 0), name, answer)
 
     def finish(self, now: float, lease: Lease) -> None:
-        """Finish a request."""
         request = lease.ask
         output = request.output_tokens or 0
         self.router.leases.record_tokens(lease, output)
@@ -119,7 +116,6 @@ class Run:
         self.tokens[self.load_of[request.id]] += request.prompt_tokens + output
 
     def print_results(self, what: str) -> None:
-        """Print a line for each load."""
         for name in LOADS:
             waits = sorted(self.waits[name]) or [float("nan")]
             middle, tail = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
@@ -131,7 +127,6 @@ class Run:
 
 
 def main() -> None:
-    """Simulate all three sets of tenants."""
     parser = argparse.ArgumentParser(description="simulate fair shares while a tenant floods")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)

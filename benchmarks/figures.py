@@ -341,7 +341,6 @@ def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def main() -> None:
-    """Draw the chosen figures."""
     parser = argparse.ArgumentParser(description="draw the figures of docs/simulated-fleets.md")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=[], choices=FIGURES)

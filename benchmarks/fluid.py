@@ -72,7 +72,6 @@ def play(workers: int, requests: int, seed: int) -> tuple[FlowResult, float, flo
 
 
 def print_row(workers: int, run: FlowResult, seconds: float, each: float) -> None:
-    """Print a line of the table."""
     print(
         f"{workers:7,} {run.all.arrived:10,} {seconds:9.1f} s {each * 1e6:8.0f} us "
         f"{each * 1e6 / math.log2(workers):7.1f} us {run.all.share:8.1%} "
@@ -81,7 +80,6 @@ def print_row(workers: int, run: FlowResult, seconds: float, each: float) -> Non
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description="CPU cost of fluid workers and the router core")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1_000_000)

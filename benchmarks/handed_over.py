@@ -114,7 +114,6 @@ def play(scene: Scene) -> PlayedFleet:
 
 
 def row(scene: Scene, outcomes: Iterable[Outcome]) -> list[str]:
-    """Return the cells of a scene's row."""
     by_class: dict[str, list[Outcome]] = {LONG: [], SHORT: [], STREAM: []}
     for each in outcomes:
         by_class[each.klass].append(each)
@@ -144,7 +143,6 @@ def _gap(outcomes: Iterable[Outcome]) -> str:
 
 
 def main() -> None:
-    """Print the table."""
     titles = ("long prompts", "output", "slots", "TTFT of longs, mean", "of shorts, mean / p99")
     print("|".join(("", *titles, "ITL p99 of shorts", "handed over", "")))
     for scene in SCENES:

@@ -71,7 +71,6 @@ class Connection:
 
 
 def loaded(journal: dict[str, object]) -> Any:
-    """Return a scheduler with 256 decodes."""
     scheduler = make_scheduler(
         {"long_prompt": {}, **journal},
         scheduler_cls=PolicyScheduler,
@@ -135,7 +134,6 @@ def reader_s(snapshot: list[bytes], messages: list[list[bytes]]) -> float:
 
 
 def main() -> None:
-    """Print the costs and the targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)

@@ -333,7 +333,6 @@ def report(console: Console, tally: Tally, page: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print how the streams ended."""
     parser = argparse.ArgumentParser(prog="killed_streams", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=15.0, help="at most")

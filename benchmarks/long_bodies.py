@@ -53,7 +53,6 @@ TOOL = {
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
@@ -113,7 +112,6 @@ def bodies(size: int) -> Iterator[tuple[str, bytes]]:
 
 
 def make_router() -> Router:
-    """Return a router of four workers."""
     fleet = Fleet()
     for i in range(4):
         name = f"w{i}"
@@ -156,7 +154,6 @@ def best_us(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print memory, hashing and steps."""
     parser = argparse.ArgumentParser(prog="long_bodies", description="measure long prompts")
     parser.add_argument("--sessions", type=int, default=SESSIONS)
     sessions = parser.parse_args().sessions

@@ -67,8 +67,6 @@ class Cpus:
 
 @dataclass(frozen=True)
 class Sample:
-    """One window of one router."""
-
     per_s: float
     cpu_us: float  # per request, of all processes and their supervisor
     errors: int
@@ -138,7 +136,6 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
 
 @contextmanager
 def mock_worker(port: int) -> Iterator[None]:
-    """Run a mock worker."""
     command = [sys.executable, mock.__file__, str(port)]
     worker = Worker(command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S)
     try:
@@ -159,7 +156,6 @@ def set_affinity(router: Worker, cpus: Sequence[int]) -> None:
 
 
 def env_without_proxies() -> dict[str, str]:
-    """Return the environment without HTTP proxies."""
     return {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
 
 

@@ -68,7 +68,6 @@ class Scene:
             fake.always(script)
 
     def served(self) -> list[Call]:
-        """Return the POST requests at both workers."""
         return [call for fake in self.fakes for call in fake.served if call.method == b"POST"]
 
     def memory(self) -> int:
@@ -367,7 +366,6 @@ async def run_scenario(name: str, make: Callable[[list[str]], Worker], scenario:
 
 
 async def main(given: argparse.Namespace) -> dict[str, object]:
-    """Print the table and return its cells."""
     peer_folder = Path(given.folder)
     makers: dict[str, Callable[[list[str]], Worker]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -61,7 +61,6 @@ def cpu_us(work: Callable[[], int]) -> float:
 
 
 def placed(router: Router, ask: RequestInfo, now: float) -> Lease:
-    """Place a request and return its lease."""
     lease = router.submit(ask, now)
     assert isinstance(lease, Lease), lease
     return lease
@@ -167,7 +166,6 @@ def dequeue_us(tenants: int, waiting: int, turns: int) -> float:
 
 
 def main() -> None:
-    """Print the figures."""
     parser = argparse.ArgumentParser(description="CPU cost of the router's core")
     parser.add_argument("--requests", type=int, default=5000)
     requests = parser.parse_args().requests

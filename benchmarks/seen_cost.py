@@ -79,14 +79,13 @@ def write_seconds(kind: type[Any], policies: Policies, between: int) -> float:
             take_step(scheduler)
         telemetry.metrics.is_due = lambda _: True
         start = time.process_time()
-        telemetry.write_if_due(scheduler.running, scheduler.waiting, time.monotonic(), full=True)
+        telemetry.write_if_due(scheduler, time.monotonic())
         writes.append(time.process_time() - start)
     assert len(scheduler.running) == RUNNING
     return statistics.median(writes[2:])
 
 
 def main() -> None:
-    """Print the table of costs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=110, help="per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)

@@ -194,7 +194,6 @@ def sets(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """Return the median and worst errors of a set."""
     tpot, ttft = [abs(r.tpot_error) for r in rows], [abs(r.ttft_error) for r in rows]
     return {
         "rows": len(rows),
@@ -230,7 +229,6 @@ def _front(found: Mapping[str, float]) -> str:
 
 
 def main() -> int:
-    """Print the errors by set."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print each row")
     parser.add_argument("--save", type=Path, metavar="FILE.json")

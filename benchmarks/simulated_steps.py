@@ -129,7 +129,6 @@ def write_costs(folder: Path, time_of: StepTime) -> None:
 
 
 def main() -> None:
-    """Print and save the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default="100x24:0.85,6000x16:0.15")
     parser.add_argument("--request-rate", type=float, default=2.0)

@@ -234,7 +234,6 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> int:
 
 
 def main() -> None:
-    """Print and save the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--costs", type=Path, help="folder of calibrations, created if missing")
     parser.add_argument("--workload", default="long-blocks-short")

@@ -72,7 +72,6 @@ INSUFFICIENT_STORAGE = 507
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process."""
     with suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [int(each) for task in tasks for each in (task / "children").read_text().split()]
@@ -93,7 +92,6 @@ async def in_flight(port: int, tls: ssl.SSLContext | None = None) -> float:
 
 
 def url_of(port: int, tls: ssl.SSLContext | None) -> str:
-    """Return the router's base URL."""
     return f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
 
 
@@ -133,7 +131,6 @@ class Router:
             await asyncio.sleep(0.05)
 
     async def is_ready(self) -> bool:
-        """Return whether /ready answers 200."""
         with suppress(aiohttp.ClientError):
             async with (
                 aiohttp.ClientSession() as session,
@@ -153,7 +150,6 @@ class Router:
         self.recovered_s.append(time.monotonic() - started)
 
     def kill_member(self, rng: random.Random) -> None:
-        """Kill one of the router's processes."""
         assert self.process is not None
         if children := children_of(self.process.pid):
             self.member_kills += 1
@@ -359,7 +355,6 @@ async def _run(
 def print_row(
     minute: float, counts: dict[str, object], rss: float, files: int, load: float
 ) -> None:
-    """Print a line of the table."""
     outcomes: Counter[str] = Counter(counts.get("outcomes"))  # type: ignore[arg-type]
     wrong = outcomes["wrong"] + outcomes["hangs"]
     figures = (

@@ -76,7 +76,6 @@ def find_worker(port: int) -> int | None:
 
 
 async def fetch_workers(admin: int) -> dict[str, dict[str, object]]:
-    """Return the router's workers, by name."""
     with suppress(aiohttp.ClientError):
         async with (
             aiohttp.ClientSession() as session,

@@ -237,7 +237,6 @@ def raise_failures(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 async def cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -318,7 +317,6 @@ def failures(
 
 
 def make_table(bound_s: float) -> Table:
-    """Return the table without its rows."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     layout.title = f"a bound of {bound_s:g} s, short requests without end"
     for heading in ("policies", "held"):
@@ -329,7 +327,6 @@ def make_table(bound_s: float) -> Table:
 
 
 def add_rows(layout: Table, name: str, bounded: SceneResult, unbounded: SceneResult) -> None:
-    """Add the rows of a scene."""
     for what, kind in bounded.kinds.items():
         times = sorted(kind.waited_s)
         shown = [f"{each:.2f} s" for each in (times[0], fmean(times), times[-1])] if times else []

@@ -161,7 +161,6 @@ async def draw(scheme: str) -> bytes:
 
 
 def main() -> None:
-    """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")

@@ -186,7 +186,6 @@ def measure(
 
 
 def main() -> None:
-    """Print the table of costs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--rounds", type=int, default=3)

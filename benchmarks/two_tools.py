@@ -134,7 +134,6 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Our median divided by theirs."""
         theirs = statistics.median(self.theirs)
         return statistics.median(self.ours) / theirs if theirs else float("nan")
 
@@ -148,7 +147,6 @@ class Figure:
 
 
 def figures(rounds: Rounds) -> list[Figure]:
-    """Return all figures of the rounds."""
     return [
         Figure(key, *([each[key] for each in rounds[name]] for name in TOOLS))
         for key in (*EXACTLY, *RATES, *LATENCIES)

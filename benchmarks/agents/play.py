@@ -46,8 +46,6 @@ class Served(NamedTuple):
 
 @dataclass(slots=True)
 class Task:
-    """A session under way."""
-
     number: int
     session: Session
     began: float
@@ -256,7 +254,6 @@ def figures(fleet: SessionFleet, load: Load) -> Figures:
 
 
 def is_late(served: Served, alone: Alone) -> bool:
-    """Return whether the first token came too late."""
     return served.failed or served.ttft > alone.ttft_limit_s(served.turn.request)
 
 

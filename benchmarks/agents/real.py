@@ -171,7 +171,6 @@ async def compare(given: argparse.Namespace) -> dict[str, Played]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table."""
     parser = argparse.ArgumentParser(prog="agents.real", description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=6, help="at once")
     parser.add_argument("--turns", type=int, default=5)

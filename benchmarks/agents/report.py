@@ -26,7 +26,6 @@ def mean(runs: list[Figures], figure: str) -> float:
 
 
 def table(at_once: int, found: Found) -> Table:
-    """Return one load: means over the seeds."""
     title = f"{at_once} sessions at once"
     layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in HEADINGS:

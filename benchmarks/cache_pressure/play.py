@@ -106,7 +106,6 @@ class RecordingFleet(SimulatedFleet):
 
 
 def fleet_of(cell: Cell, side: str) -> RecordingFleet:
-    """Return the fleet of a side."""
     longest = MAX_PROMPT_TOKENS + OUTPUT_TOKENS[1]
     workers = [
         {"name": f"w{n}", "profile": PROFILE, "max_model_len": longest} for n in range(cell.workers)

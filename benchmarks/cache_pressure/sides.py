@@ -78,7 +78,6 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
 
 
 def flight_id(ask: RequestInfo) -> str:
-    """Return the id of the request at the engine."""
     return ask.id.removeprefix("sim-")
 
 

@@ -86,7 +86,6 @@ async def compare(
 
 
 def figures(played: Round) -> Figures:
-    """Return the figures of one round."""
     longs = ttfts([played], LONG)
     return Figures(
         percentile(ttfts([played], SHORT), 99),

@@ -79,7 +79,6 @@ class PassResult:
 
     @property
     def summary(self) -> str:
-        """The result as one line."""
         by = ", ".join(f"{count} by {name}" for name, count in sorted(self.by.items()) if name)
         line = f"{self.route}: {self.differ} of {self.sent} answers differ"
         if by:

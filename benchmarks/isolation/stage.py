@@ -128,7 +128,6 @@ def sides(
 
 
 def admin_url(router: Worker) -> str:
-    """Return the admin URL of a router."""
     admin = parse(Path(router.command[-1]).read_text(), router.command[-1]).router.admin
     return f"http://{admin.host}:{admin.port}"
 

@@ -50,7 +50,6 @@ class Verdict:
 
 
 def verdicts(result: Comparison) -> list[Verdict]:
-    """Return the verdicts of a run."""
     found = []
     (lines,) = result.figures.values()
     for what, group, measure, at_most in TARGETS:
@@ -101,12 +100,10 @@ def _is_prefilled_at(now: float, record: Outcome) -> bool:
 
 
 def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Return verdicts as JSON objects."""
     return [{**asdict(each), "kept": each.kept} for each in found]
 
 
 def table(result: Comparison) -> Table:
-    """Return the table of verdicts."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", *(each.label for each in result.contenders), "ratio", "at most", ""):
         layout.add_column(heading, justify="right" if heading else "left")

@@ -32,7 +32,6 @@ PLAIN = "not engine and not browser and not compiled"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each survivor and a table of shares."""
     args = _parse_args(argv)
     folder = ROOT / "out" / "mutants"
     _measure_reach(folder / "reach", args.areas, args.jobs)

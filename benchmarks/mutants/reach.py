@@ -41,7 +41,6 @@ class Reach:
         return result
 
     def pytest_sessionfinish(self) -> None:
-        """Write the records."""
         self._coverage.stop()
         self._coverage.save()
         self._seconds_file.write_text(json.dumps(self._seconds))
@@ -69,7 +68,6 @@ def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
 
 
 def seconds(folder: Path) -> dict[str, float]:
-    """Return the duration of each test."""
     found: dict[str, float] = {}
     for file in folder.glob("*/seconds.*"):
         found |= json.loads(file.read_text())

@@ -32,7 +32,6 @@ OPTIONS = (
 
 
 def copy_tree(root: Path, target: Path) -> None:
-    """Copy the sources and the tests."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(root, target, ignore=shutil.ignore_patterns(*EXCLUDED), symlinks=True)
     (target / ".venv").symlink_to(root / ".venv")

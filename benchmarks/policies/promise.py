@@ -36,12 +36,10 @@ class Promise:
 
 
 def to_json(promises: Sequence[Promise]) -> list[dict[str, Any]]:
-    """Return promises as JSON objects."""
     return [{**asdict(each), "kept": each.kept} for each in promises]
 
 
 def table(title: str, promises: Sequence[Promise]) -> Table:
-    """Return the table of promises."""
     layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "measured", "promised", ""):
         layout.add_column(heading, justify="right" if heading == "measured" else "left")

@@ -107,7 +107,6 @@ class CountedFleet(FaultyFleet):
 
 
 def in_flight(calls: set[Call] | frozenset[Call]) -> frozenset[Call]:
-    """Return the calls whose connection is open."""
     return frozenset(call for call in calls if not call.lost.is_set())
 
 
@@ -362,7 +361,6 @@ class ReplicaSoak:
 
 
 async def soak(given: argparse.Namespace) -> int:
-    """Run the soak; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         run = ReplicaSoak(given, Path(folder))
         try:
@@ -372,7 +370,6 @@ async def soak(given: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the soak."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.replicas.soak", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

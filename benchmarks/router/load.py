@@ -48,7 +48,6 @@ class Exchange(asyncio.Protocol):
         self._sent_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the first request."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
         self._send()
 
@@ -77,7 +76,6 @@ class Exchange(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Close the connection without an error."""
         self._answer = None
         self._transport.close()
 

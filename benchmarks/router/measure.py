@@ -78,8 +78,6 @@ QUICK = Times(warm_up=0.2, closed=0.4, paced=1.0)
 
 @dataclass(frozen=True)
 class Sample:
-    """The figures of one side in one window."""
-
     load: str
     side: str
     round: int

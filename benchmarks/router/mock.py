@@ -163,7 +163,6 @@ class Worker(asyncio.Protocol):
         self._events_left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
 
     def data_received(self, data: bytes) -> None:
@@ -278,7 +277,6 @@ async def serve(ports: dict[type[Worker], Sequence[int]]) -> None:
 
 
 def main() -> None:
-    """Serve on the given ports."""
     parser = argparse.ArgumentParser(description="mock vLLM workers")
     parser.add_argument("ports", type=int, nargs="*")
     parser.add_argument("--prefill", type=int, nargs="+", default=[])

@@ -26,7 +26,6 @@ class Memory:
 
 
 def tree(pid: int) -> list[int]:
-    """Return a process and all its descendants."""
     children = defaultdict(list)
     for path in PROC.glob("[0-9]*/stat"):
         try:
@@ -47,7 +46,6 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def memory(pids: Iterable[int]) -> Memory:
-    """Return the current memory of these processes."""
     total = {"Rss": 0, "Pss": 0}
     for pid in pids:
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():

@@ -56,8 +56,6 @@ NO_MORE = Target(1.0)
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table."""
-
     title: str
     unit: str
     values: dict[str, float]  # by side
@@ -96,7 +94,6 @@ def cpu_per_chunk(sample: Sample, _: Mapping[str, Sample]) -> float | None:
 
 
 def rate(sample: Sample, _: Mapping[str, Sample]) -> float | None:
-    """Return answers per second."""
     return sample.done / sample.seconds
 
 
@@ -114,7 +111,6 @@ def added(percent: int) -> Measure:
 
 
 def latency(sample: Sample, _: Mapping[str, Sample]) -> float | None:
-    """Return the median latency in milliseconds."""
     return None if sample.p50_s is None else sample.p50_s * MILLI
 
 
@@ -207,7 +203,6 @@ def show(value: float | None) -> str:
 
 
 def table(lines: Sequence[Figure], sides: Sequence[str], title: str) -> Table:
-    """Return the table of figures."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     layout.add_column("", no_wrap=True)
     for heading in ("", *sides, f"ours / {RIVAL}"):

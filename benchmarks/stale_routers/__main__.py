@@ -50,7 +50,6 @@ def ratios(runs: Runs, side: Side) -> list[float]:
 
 
 def table(rate: float, runs: Runs) -> Table:
-    """Return the means over the seeds."""
     layout = Table(*COLUMNS, box=box.MARKDOWN, title=f"{rate:g} requests/s")
     for side in runs:
         each = mean_of(runs[side])

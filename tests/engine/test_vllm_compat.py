@@ -131,9 +131,12 @@ def test_serve_with_an_untested_vllm_prints_one_line(arguments: list[str], tmp_p
 ENGINE = Path(vllm_compat.__file__).parent
 STEPS = sorted(path.stem for path in (ENGINE / "steps").glob("*.py"))
 # The names of the scheduler in each module.
-SCHEDULERS = {"scheduler": {"self"}, "telemetry": {"self"}, "policy_setup": {"scheduler"}} | {
-    f"steps/{name}": {"scheduler", "self._scheduler"} for name in STEPS
-}
+SCHEDULERS = {
+    "scheduler": {"self"},
+    "telemetry": {"self", "scheduler"},
+    "in_flight": {"scheduler"},
+    "policy_setup": {"scheduler"},
+} | {f"steps/{name}": {"scheduler", "self._scheduler"} for name in STEPS}
 
 
 def scheduler_attributes(module: str) -> dict[str, bool]:

@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import answer, make_request, make_scheduler, until
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.policies.long_prompts.chunk_size import LongChunk
 
 Policies = Mapping[str, Mapping[str, object]]
 
@@ -176,11 +177,11 @@ class PinnedChunk:
         self.tokens = tokens
 
     @property
-    def usual(self) -> tuple[int, int]:
+    def usual(self) -> LongChunk:
         """Return the chunk of the next step, and its least size with shorts."""
-        return self.tokens, -(-self.tokens // 2)
+        return LongChunk(self.tokens, -(-self.tokens // 2))
 
-    def plan(self) -> tuple[int, int]:
+    def next_chunk(self) -> LongChunk:
         """Return the same: no step is a comparison."""
         return self.usual
 

@@ -26,7 +26,7 @@ def play(
     """Compute long prompts in chunks; `seconds` has tokens and context. Return the chunks."""
     computed, chunks = 0, []
     for _ in range(steps):
-        tokens = min(size.plan()[0], most, prompt - computed)
+        tokens = min(size.next_chunk()[0], most, prompt - computed)
         chunks.append(tokens)
         took = seconds(tokens, computed)
         size.observe(StepResult(took, [Chunk(tokens, computed)], 8, 8))
@@ -112,14 +112,14 @@ def test_comparisons_become_rare() -> None:
 def test_first_chunk_is_a_quarter_of_the_budget() -> None:
     assert made().tokens == BUDGET // 4
     assert made(most=3).tokens >= 1
-    assert ChunkSize(1, 16, 0.1).plan() == (1, 1)
+    assert ChunkSize(1, 16, 0.1).next_chunk() == (1, 1)
 
 
 def test_steps_of_other_prompts_are_not_compared() -> None:
     """A second prompt has another context, and so other step times."""
     learnt = made()
     for number in range(300):
-        tokens, _ = learnt.plan()
+        tokens, _ = learnt.next_chunk()
         context = 50_000 * (number % 2)
         learnt.observe(StepResult(0.001 + 1e-7 * context, [Chunk(tokens, context)], 8, 8))
     assert learnt.tokens == BUDGET // 4
@@ -160,7 +160,7 @@ def test_short_prompts_do_not_stop_the_comparisons(
 ) -> None:
     learnt, computed = made(most=most), 0
     for _ in range(400):
-        tokens, least = learnt.plan()
+        tokens, least = learnt.next_chunk()
         chunk = max(tokens - short, least)
         chunks = [Chunk(short, context), Chunk(chunk, computed)]
         learnt.observe(StepResult(fixed + token * (chunk + short), chunks, 8, 8))
@@ -172,7 +172,7 @@ def test_short_prompts_do_not_stop_the_comparisons(
 def test_step_that_another_rank_makes_longer_is_not_compared(others: int, size: int) -> None:
     learnt, computed = made(), 0
     for _ in range(400):
-        tokens, _ = learnt.plan()
+        tokens, _ = learnt.next_chunk()
         result = StepResult(
             0.001 + 2e-5 * max(tokens, others), [Chunk(tokens, computed)], 8, 8,
             others=[StepShape(others, 0.0, 8)],

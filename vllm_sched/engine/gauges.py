@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,10 +70,10 @@ class EngineGauges:
 
     def _add_running(self) -> None:
         without_gate = (metrics.OTHER,) * len(self.policies)
-        for request in self.running:
-            lanes = self.waited_in.get(request.request_id, without_gate)
+        lanes_of = [self.waited_in.get(r.request_id, without_gate) for r in self.running]
+        for lanes, count in Counter(lanes_of).items():
             for policy, lane in zip(self.policies, lanes, strict=True):
-                self.by_name["requests_running"][policy.name, label_of(lane)] += 1
+                self.by_name["requests_running"][policy.name, label_of(lane)] += count
 
     def _add_held(self, queue: LaneQueue, held_by: Mapping[LaneKey, int]) -> None:
         held = self.by_name["requests_held"]
@@ -87,10 +87,10 @@ class EngineGauges:
     def _add_prefills(self) -> None:
         backlog, prefills = self.by_name["prefill_backlog_tokens"], self.by_name["prefills_running"]
         prefills.update(dict.fromkeys(backlog, 0))
+        number = self.class_policy
         for request in self.running:
             if request.is_prefill_chunk:
                 lanes = self.waited_in.get(request.request_id)
-                number = self.class_policy
                 name = ALL if lanes is None or number is None else label_of(lanes[number])
                 backlog[name,] += request.num_tokens - request.num_computed_tokens
                 prefills[name,] += 1

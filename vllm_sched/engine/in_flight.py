@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_sched.cost.step_time import Chunk, StepShape
@@ -30,6 +31,22 @@ class ScheduledStep(NamedTuple):
     context_tokens: int  # of all decodes
     running: int
     waiting: int
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: Scheduler,
+        output: SchedulerOutput,
+        chunks: Mapping[str, Chunk],
+        *,
+        at: float,
+        budget: int,
+        context_tokens: int = 0,
+    ) -> Self:
+        """Return the step that the scheduler has just scheduled."""
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        number = scheduler.current_step
+        return cls(output, number, at, budget, chunks, context_tokens, running, waiting)
 
     @property
     def decodes(self) -> int:

@@ -230,15 +230,10 @@ class SimulatedEngine:
         prefills += scheduler.running[before:]
         requests = scheduler.requests
         chunks = chunks_of(prefills, tokens)
-        scheduled = ScheduledStep(
-            output,
-            scheduler.current_step,
-            now,
-            scheduler.max_num_scheduled_tokens,
-            chunks,
-            sum([requests[name].num_computed_tokens for name in tokens if name not in chunks]),
-            len(scheduler.running),
-            len(scheduler.waiting),
+        contexts = [requests[name].num_computed_tokens for name in tokens if name not in chunks]
+        budget = scheduler.max_num_scheduled_tokens
+        scheduled = ScheduledStep.of(
+            scheduler, output, chunks, at=now, budget=budget, context_tokens=sum(contexts)
         )
         return SimulatedStep(scheduled, scheduled.shape, _answer(output, requests))
 

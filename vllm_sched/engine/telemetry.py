@@ -90,10 +90,9 @@ class EngineStats:
         else:
             self._held_by[lanes] = closed_by
 
-    def record_schedule(
-        self, output: SchedulerOutput, number: int, running: int, queue: Any, *, full: bool
-    ) -> None:
-        self._full = full
+    def record_schedule(self, output: SchedulerOutput, scheduler: Scheduler) -> None:
+        self._full = not admits_requests(scheduler)
+        queue: Any = scheduler.waiting
         if isinstance(queue, LaneQueue):
             for lanes in [lanes for lanes in self._held_by if not queue.lane_counts.waiting[lanes]]:
                 del self._held_by[lanes]
@@ -105,7 +104,7 @@ class EngineStats:
         if self.metrics is not None:
             self.metrics.count_step(trace.step_kind(0, 0), 0, 0)
         if self.file is not None and (output.finished_req_ids or output.preempted_req_ids):
-            empty = ScheduledStep(output, number, self.now, self.budget, {}, 0, running, len(queue))
+            empty = ScheduledStep.of(scheduler, output, {}, at=self.now, budget=self.budget)
             self.file.trace.record_step(empty.traced(self.now, self.now))
 
     def begin_step(self, now: float, budget: int) -> None:
@@ -153,27 +152,27 @@ class EngineStats:
 
     # When metrics are due
 
-    def write_if_due(
-        self, running: Sequence[Request], queue: Any, now: float, *, full: bool
-    ) -> None:
+    def write_if_due(self, scheduler: Scheduler, now: float) -> None:
         """Write metrics if due, and when the engine becomes idle."""
         if (written := self.metrics) is None:
             return
-        idle = not running and not len(queue)
+        idle = not scheduler.running and not len(scheduler.waiting)
         if written.is_due(now) or (idle and not self._wrote_idle):
             self._count_steps(written)
-            if len(self._waited_in) > 2 * len(running) + MAX_GONE:
-                self._forget_ended(running)
-            written.write(self._state(running, queue, full=full), now)
+            if len(self._waited_in) > 2 * len(scheduler.running) + MAX_GONE:
+                self._forget_ended(scheduler.running)
+            written.write(self._state(scheduler), now)
         self._wrote_idle = idle
 
     def _forget_ended(self, running: Sequence[Request]) -> None:
         ids = {request.request_id for request in running}
         self._waited_in = {name: lanes for name, lanes in self._waited_in.items() if name in ids}
 
-    def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.EngineState:
-        held_by = {} if full else self._held_by
-        gauges = EngineGauges(self.policies, running, self._waited_in).read(queue, held_by)
+    def _state(self, scheduler: Scheduler) -> metrics.EngineState:
+        # Without a free slot no policy holds a request.
+        held_by = self._held_by if admits_requests(scheduler) else {}
+        reader = EngineGauges(self.policies, scheduler.running, self._waited_in)
+        gauges = reader.read(scheduler.waiting, held_by)
         gauges["step_budget_tokens"][()] = self.budget
         if (model := self._fit.model) is not None:
             for name, seconds in model.to_json().items():
@@ -226,9 +225,7 @@ class TelemetryMixin(InstrumentedScheduler):
             if prefills is not None:
                 prefills += self.running[before:]
                 self._record_scheduled(output, prefills, stats)
-            # Without a free slot no policy holds a request.
-            running, full = len(self.running), not admits_requests(self)
-            stats.record_schedule(output, self.current_step, running, self.waiting, full=full)
+            stats.record_schedule(output, self)
         except Exception:
             self._turn_off()
         return output
@@ -239,8 +236,7 @@ class TelemetryMixin(InstrumentedScheduler):
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if (stats := self._telemetry) is not None:
             try:
-                full = not admits_requests(self)
-                stats.write_if_due(self.running, self.waiting, self.clock(), full=full)
+                stats.write_if_due(self, self.clock())
             except Exception:
                 self._turn_off()
         return outputs
@@ -251,12 +247,8 @@ class TelemetryMixin(InstrumentedScheduler):
         if not output.total_num_scheduled_tokens or self._in_flight is None:
             return
         chunks = chunks_of(prefills, output.num_scheduled_tokens)
-        running, waiting = len(self.running), len(self.waiting)
-        self._in_flight.begin(
-            ScheduledStep(
-                output, self.current_step, stats.now, stats.budget, chunks, 0, running, waiting
-            )
-        )
+        step = ScheduledStep.of(self, output, chunks, at=stats.now, budget=stats.budget)
+        self._in_flight.begin(step)
 
     def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if self._telemetry is not None:

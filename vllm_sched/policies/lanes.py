@@ -128,7 +128,9 @@ class Lanes(Policy):
     def lane(self, request: RequestView, cached: Callable[[], int] | None = None) -> str:
         if (asked := self._asked.get(request.request_id)) is not None:
             return asked
-        return NORMAL if not request.priority else URGENT if request.priority < 0 else BATCH
+        if request.priority < 0:
+            return URGENT
+        return BATCH if request.priority else NORMAL
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step, self._waiting = step, lanes
@@ -244,7 +246,6 @@ class Lanes(Policy):
         return step.budget if paused else self._shares.batch_share
 
     def _other_newcomer(self) -> RequestView | None:
-        """Return the next request to admit if it is urgent or normal."""
         head = self._step.newcomer()
         return None if head is None or self.lane(head) == BATCH else head
 

@@ -22,8 +22,8 @@ from pydantic import Field, field_validator
 
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
-from vllm_sched.policies.long_prompts.chunk_size import ChunkSize
-from vllm_sched.policies.long_prompts.division import LongChunk, StepDivision, StepPrompts
+from vllm_sched.policies.long_prompts.chunk_size import ChunkSize, LongChunk
+from vllm_sched.policies.long_prompts.division import StepDivision, StepPrompts
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -192,7 +192,7 @@ class LongPrompt(Policy):
             return None
         share = self.settings.long_prefill_share
         if share == "auto":
-            return LongChunk(*(self.size.plan() if longs else self.size.usual))
+            return self.size.next_chunk() if longs else self.size.usual
         tokens = max(int(step.budget * share), 1)
         return LongChunk(tokens, tokens)
 

@@ -195,7 +195,6 @@ class Worker:
         )
 
     def check(self) -> None:
-        """Raise `WorkerError` if the server is not running."""
         process = self._process  # read once: another thread may call stop()
         if process is None or self._stopping:
             raise WorkerError(f"{self.name} is not running")

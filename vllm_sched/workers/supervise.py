@@ -177,7 +177,6 @@ class Supervisor:
             )
 
     def start(self) -> None:
-        """Start all workers and return at once."""
         for thread in self._threads:
             thread.start()
 

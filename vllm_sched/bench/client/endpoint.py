@@ -103,7 +103,7 @@ async def probe_endpoint(asked: EndpointOptions) -> Endpoint:
         headers["X-Explain"] = "1"
     address = Address.parse(asked.url)
     endpoint = Endpoint(
-        address, asked.path, asked.model, Measure(), None, asked.ignore_eos, tuple(headers.items())
+        address, asked.path, asked.model, ignore_eos=asked.ignore_eos, headers=(*headers.items(),)
     )
     wire = endpoint.wire(CONNECT_S)
     try:

@@ -56,8 +56,6 @@ class Transcript:
 
 @dataclass(slots=True)
 class Conversation:
-    """A session or a sub-agent while it is played."""
-
     played: PlayedSession
     transcript: Transcript
     at: float  # of the next turn, without its think time

@@ -47,7 +47,6 @@ class Measure:
     fixed: float = 0.0  # tokens of a template or a first token
 
     def words(self, tokens: int) -> int:
-        """Return how many words have `tokens` tokens."""
         return max(0, round((tokens - self.fixed) / self.per_word))
 
 
@@ -79,7 +78,6 @@ class Texts:
         return self.joined([*request.shared, own], measure) or self.text(own[0], 1)
 
     def joined(self, pieces: Iterable[tuple[object, int]], measure: Measure) -> str:
-        """Return the texts of these names, each of a number of tokens."""
         found = []
         tokens = done = 0
         for name, more in pieces:

@@ -40,8 +40,6 @@ STALL_LIMIT_S = 0.1
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """The settings that both sides of a comparison share."""
-
     model: str
     workload: Workload
     rounds: int = 3
@@ -179,7 +177,6 @@ class Comparison:
 
     @property
     def figures(self) -> dict[str, list[report.Figure]]:
-        """The figures of each contender against the first, by role."""
         first, *others = self.contenders
         return {each.role: report.figures(first.rounds, each.rounds) for each in others}
 

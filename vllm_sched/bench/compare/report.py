@@ -139,8 +139,6 @@ RATES: Final = {BATCH: backlogged_rate}
 
 @dataclass(frozen=True)
 class Sides:
-    """The rounds of both sides, and the figures that compare them."""
-
     baseline: Sequence[Round]
     candidate: Sequence[Round]
 

@@ -237,12 +237,7 @@ def _lane(
     if first > LEFT:
         parts.append(_rect("wait", begin, middle - 2.5, first - begin, 5))
     parts += _boxes(record, phases, scale, middle)
-    shown = [tick for tick in record.ticks if 0 <= tick <= scale.until]
-    if shown:
-        # Ticks on the same tenth of a pixel are drawn once, to keep the file small.
-        columns = sorted({round(scale.x(tick), 1) for tick in shown})
-        path = "".join(f"M{x:.1f} {middle - 4.5:g}v9" for x in columns)
-        parts.append(f'<path class="tick {record.klass}" d="{path}"/>')
+    parts += _ticks(record, scale, middle)
     parts += _pauses(record, scale, middle)
     at = first if record.first_token is None else scale.x(record.first_token)
     if record.first_token is not None and record.first_token > 0:
@@ -259,6 +254,14 @@ def _boxes(record: Outcome, phases: Sequence[Phase], scale: Scale, middle: float
             continue
         begin, end = scale.x(phase.start), scale.x(phase.end)
         yield _rect(styles[phase.name], begin, middle - 4, max(end - begin, 0.4), 8)
+
+
+def _ticks(record: Outcome, scale: Scale, middle: float) -> Iterator[str]:
+    # Ticks on the same tenth of a pixel are drawn once, to keep the file small.
+    columns = {round(scale.x(tick), 1) for tick in record.ticks if 0 <= tick <= scale.until}
+    if columns:
+        path = "".join(f"M{x:.1f} {middle - 4.5:g}v9" for x in sorted(columns))
+        yield f'<path class="tick {record.klass}" d="{path}"/>'
 
 
 def _pauses(record: Outcome, scale: Scale, middle: float) -> Iterator[str]:

@@ -46,7 +46,6 @@ class Chart:
 
 
 def check_chart(path: Path) -> None:
-    """Raise `UsageError` if a chart can't be drawn to this file."""
     if path.suffix != SUFFIX:
         raise UsageError(f"--plot {path}: the picture is an SVG; give a name that ends in {SUFFIX}")
     check_available()

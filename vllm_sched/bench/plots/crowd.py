@@ -49,7 +49,6 @@ def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
-    """Return the cumulative tokens of each tenant; less busy tenants are combined."""
     events: dict[str, list[tuple[float, float]]] = defaultdict(list)
     totals: Counter[str] = Counter()
     for each in outcomes:

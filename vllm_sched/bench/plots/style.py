@@ -52,7 +52,6 @@ SETTINGS: Final = {
 
 
 def check_available() -> None:
-    """Raise `UsageError` if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise UsageError(
             "--plot: pictures need matplotlib; install it with: pip install 'vllm-sched[plots]'"

@@ -51,7 +51,6 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether the response is complete."""
         return not self.error and not self.interrupted
 
     @property
@@ -84,5 +83,4 @@ class Outcome:
 
     @property
     def late(self) -> float:
-        """The client's delay in sending the request."""
         return self.sent - self.at

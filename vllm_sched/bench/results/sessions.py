@@ -26,8 +26,6 @@ MANY_SECONDS: Final = 100.0  # shown without fractions
 
 @dataclass(slots=True)
 class PlayedSession:
-    """One session: a task of some turns."""
-
     name: str
     at: float  # planned start
     turns: int  # planned, without sub-agents' turns

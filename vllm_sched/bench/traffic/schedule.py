@@ -95,7 +95,6 @@ class Schedule:
 
     @property
     def timed(self) -> bool:
-        """Whether the source's own times are used."""
         return self.source.timed and self.rate is None and self.concurrency is None
 
     @property
@@ -142,7 +141,6 @@ class Schedule:
         return replace(self, rate=None, burstiness=None, concurrency=concurrency)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests in the order of their times."""
         requests = self.shapes()
         end = self.ends_after_s
         if self.timed:

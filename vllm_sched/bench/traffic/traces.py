@@ -185,10 +185,10 @@ class RequestTrace(TrafficFile):
     def _request(self, entry: dict[str, Any]) -> Request:
         prompt = read_tokens(entry, "input_length")
         return Request(
-            read_milliseconds(entry, "timestamp"),
-            read_text(entry, "class") or self.name,
-            prompt,
-            read_tokens(entry, "output_length"),
-            read_text(entry, "tenant"),
-            pieces_of(entry.get("hash_ids"), prompt, self._block),
+            at=read_milliseconds(entry, "timestamp"),
+            klass=read_text(entry, "class") or self.name,
+            prompt_tokens=prompt,
+            output_tokens=read_tokens(entry, "output_length"),
+            tenant=read_text(entry, "tenant"),
+            shared=pieces_of(entry.get("hash_ids"), prompt, self._block),
         )

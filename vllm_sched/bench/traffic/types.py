@@ -85,7 +85,6 @@ class Request:
         )
 
     def fit_to(self, limit: int) -> Request:
-        """Return the request shortened to `limit` tokens in all."""
         if self.prompt_tokens + self.output_tokens <= limit:
             return self
         output = min(self.output_tokens, max(1, limit // 2))

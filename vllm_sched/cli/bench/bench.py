@@ -96,13 +96,13 @@ def as_result(
     notes: Mapping[str, object],
 ) -> BenchResult:
     return BenchResult(
-        schedule,
-        targets,
-        played.outcomes,
-        played.duration,
-        "openai-chat" if endpoint.path == CHAT else "openai",
-        endpoint.model,
-        {
+        schedule=schedule,
+        targets=targets,
+        outcomes=played.outcomes,
+        duration=played.duration,
+        backend="openai-chat" if endpoint.path == CHAT else "openai",
+        model=endpoint.model,
+        notes={
             "tokens_per_word": endpoint.measure.per_word,
             "max_model_len": endpoint.max_model_len,
             "client_busy": played.busy,
@@ -112,8 +112,8 @@ def as_result(
             "short_answers": played.short,
             **notes,
         },
-        [*endpoint.doubts, *played.warnings(), *schedule.falls_short],
-        played.sessions,
+        warnings=[*endpoint.doubts, *played.warnings(), *schedule.falls_short],
+        sessions=played.sessions,
     )
 
 

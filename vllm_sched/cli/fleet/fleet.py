@@ -36,7 +36,6 @@ def describe(commands: Commands) -> None:
 
 
 def fleet_command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
-    """Add a command with a fleet file as first argument."""
     command = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
     )

@@ -21,7 +21,6 @@ Taken: TypeAlias = dict[str, tuple[str, bool]]  # path in the file; whether the 
 
 
 def launched_policies(config: FleetConfig, worker: WorkerConfig) -> Mapping[str, dict[str, Any]]:
-    """Return the policies of a launched worker, with its journal."""
     given = worker.launch.policies if worker.launch else {}
     if not worker.journal or JOURNAL in given:
         return given

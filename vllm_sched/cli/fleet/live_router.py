@@ -39,7 +39,6 @@ class LiveRouter:
 
     @classmethod
     def from_config(cls, config: FleetConfig, source: Path, url: str = "") -> LiveRouter:
-        """Return the router of a fleet file, or the one at a URL."""
         from proxy.setup.app import url_of
 
         admin = config.router.admin

@@ -310,7 +310,6 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
 
 
 def unsupported_offloading(config: FleetConfig) -> Iterator[Problem]:
-    """Refuse offloading with a vLLM for CPUs."""
     for index, worker in enumerate(config.workers):
         if worker.launch and worker.launch.kv_offloading_size and launch.on_cpu():
             yield Problem(

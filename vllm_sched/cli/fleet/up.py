@@ -65,37 +65,42 @@ def up(path: Path, log_dir: Path | None) -> int:
     config = assign_ports(read(path))
     if problems := [*_problems_here(config)]:
         raise ConfigError(str(path), problems)
-    logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--log-dir {logs}: {error.strerror}; name a folder") from None
+    logs = _log_folder(log_dir)
     from proxy.app import run
 
     # Treat SIGTERM like Ctrl-C until the router installs its own handlers.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        jobs = [each for each in config.workers if each.launch]
-        wired = [wiring_of(config, each) for each in jobs]
+        launched = [each for each in config.workers if each.launch]
+        wirings = {each.name: wiring_of(config, each) for each in launched}
         workers = [
-            make_worker(config, each, path.parent, logs, wiring=wiring)
-            for each, wiring in zip(jobs, wired, strict=True)
+            make_worker(config, each, path.parent, logs, wiring=wirings[each.name])
+            for each in launched
         ]
-        devices = [device(each.launch.env) for each in jobs if each.launch]
+        devices = [device(each.launch.env) for each in launched if each.launch]
         files = {worker.name: worker.log for worker in workers}
         with (
             Progress(Console(stderr=True), files) as progress,
             Supervisor(workers, progress.show, devices=devices),
         ):
-            for worker, wiring in zip(workers, wired, strict=True):
+            for name, wiring in wirings.items():
                 if wiring.summary:
-                    progress.print_line(f"{worker.name}: {wiring.summary}")
+                    progress.print_line(f"{name}: {wiring.summary}")
             return run(path, config=config, read=read)
     except KeyboardInterrupt:
         print("vllm-sched up: interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _log_folder(given: Path | None) -> Path:
+    logs = given or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {logs}: {error.strerror}; name a folder") from None
+    return logs
 
 
 def assign_ports(config: FleetConfig) -> FleetConfig:

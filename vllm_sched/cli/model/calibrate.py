@@ -188,7 +188,6 @@ def _profile(args: argparse.Namespace) -> WorkerModel | None:
 async def _measure(
     args: argparse.Namespace, narrator: ProgressReporter
 ) -> tuple[dict[str, Any], MeasuredSteps]:
-    """Return facts of the worker, for the file, and its steps."""
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:

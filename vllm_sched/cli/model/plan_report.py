@@ -63,7 +63,7 @@ def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
         console.print_text(
             f"{left} of {found.gpus} GPUs are unused: a worker takes {each}", "yellow"
         )
-    for line in _otherwise(found, args.request_rate):
+    for line in (*_neighbours(found), *_required(found, args.request_rate), *_exact_checks(found)):
         console.print_text(line, "")
     console.print(_frontier(found))
     console.print(_capacity(found))
@@ -232,12 +232,12 @@ def _pair(one: float, other: float) -> str:
     return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
 
 
-def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
+def _neighbours(found: FleetPlan) -> Iterator[str]:
+    """Yield lines on the best fleets with a worker more or fewer."""
     each = found.question.machine.gpus
     unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
     if found.question.prefill_machine is not None:
         unit = "one worker"
-    best = found.best
     without = {
         "more": "no fleet here serves more with it; it can stay idle",
         "fewer": "there is no such fleet",
@@ -246,13 +246,20 @@ def _otherwise(found: FleetPlan, rate: float | None) -> Iterator[str]:
         if other is None:
             yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
             continue
-        change = other.rate / best.rate - 1
+        change = other.rate / found.best.rate - 1
         size = f"{change:+.0%}" if abs(change) > SAME else "below the search's resolution"
         yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
     if each > 1:
         yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
+
+
+def _required(found: FleetPlan, rate: float | None) -> Iterator[str]:
     if rate is not None:
-        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of the best fleet's rate"
+        yield f"--request-rate {rate:g}: {rate / found.best.rate:.0%} of the best fleet's rate"
+
+
+def _exact_checks(found: FleetPlan) -> Iterator[str]:
+    """Yield lines on the fleets that vLLM's own schedulers played."""
     for shape, proof in found.exact.items():
         least = found.question.share
         short = " (too few)" if proof.share < least else ""

@@ -127,6 +127,26 @@ def add_link(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
+class SimulationInput:
+    """The checked arguments."""
+
+    engine: str
+    config: FleetConfig
+    models: Mapping[str, WorkerModel]
+    schedule: Schedule
+    targets: goodput.Targets
+
+    @property
+    def coarse(self) -> bool:
+        """Whether there are too many requests to report each token; never in a closed loop."""
+        schedule = self.schedule
+        counts = [float(n) for n in (schedule.count, schedule.source.count) if n is not None]
+        if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
+            counts.append(schedule.offered_rate * end)
+        return self.engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
+
+
+@dataclass(frozen=True)
 class SimulationRun:
     played: PlayedFleet
     fleet: SimulatedFleet
@@ -148,18 +168,12 @@ class SimulationRun:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Run the command; return 1 if a request failed."""
-    config, models, schedule = _checked(args)
-    targets = goodput.parse(args.goodput)
-    if targets.itl is not None and is_coarse(args.engine, schedule):
-        raise UsageError(
-            f"--goodput itl: above {MAX_FINE_REQUESTS:,} requests the fluid engine records no gaps "
-            "between tokens; play fewer requests, or leave itl out"
-        )
+    given = _check(args)
     console = Output()
-    run = _run(args, config, models, schedule, console)
+    run = _run(args, given, console)
     if run.played.interrupted:
         require_ended(run.played.outcomes)
-    result = as_result(run, args, config, schedule, targets)
+    result = as_result(run, given)
     if run.played.interrupted:
         console.print_text("interrupted: partial results", "yellow")
     else:
@@ -179,7 +193,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     return int(any(each.error for each in result.outcomes))
 
 
-def _checked(args: argparse.Namespace) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
+def _check(args: argparse.Namespace) -> SimulationInput:
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
@@ -202,7 +216,14 @@ def _checked(args: argparse.Namespace) -> tuple[FleetConfig, dict[str, WorkerMod
     schedule = schedule_of(args)
     check_outputs(args.save, args.plot)
     require_folders(args.trace)
-    return config, models, schedule
+    targets = goodput.parse(args.goodput)
+    given = SimulationInput(args.engine, config, models, schedule, targets)
+    if targets.itl is not None and given.coarse:
+        raise UsageError(
+            f"--goodput itl: above {MAX_FINE_REQUESTS:,} requests the fluid engine records no gaps "
+            "between tokens; play fewer requests, or leave itl out"
+        )
+    return given
 
 
 def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
@@ -215,27 +236,21 @@ def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) ->
     return partial(FluidEngine, each_token=each_token)
 
 
-def _run(
-    args: argparse.Namespace,
-    config: FleetConfig,
-    models: Mapping[str, WorkerModel],
-    schedule: Schedule,
-    console: Output,
-) -> SimulationRun:
+def _run(args: argparse.Namespace, given: SimulationInput, console: Output) -> SimulationRun:
+    schedule, coarse = given.schedule, given.coarse
     # vLLM's warnings on this machine do not apply to the simulated one.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     if args.engine == EXACT and (place := terminal(console)) is not None:
         place.print("loading vLLM's scheduler", style="dim")
-    coarse = is_coarse(args.engine, schedule)
     maker = engine_maker(args.engine, traced=bool(args.trace or args.plot), each_token=not coarse)
-    fleet = SimulatedFleet(config, models, maker, timeout_s=args.timeout, coarse=coarse)
+    fleet = SimulatedFleet(given.config, given.models, maker, timeout_s=args.timeout, coarse=coarse)
     # Keep the garbage collector from scanning these long-lived objects again and again.
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
     try:
         total = schedule.ends_after_s or requests_of(schedule)
-        more = f", workers: {len(models):,}, {args.engine} engine"
+        more = f", workers: {len(given.models):,}, {args.engine} engine"
         with (
             progress(console, "simulate", schedule.source.name, total, more=more) as show,
             interruptible() as stopped,
@@ -252,14 +267,6 @@ def _run(
     finally:
         gc.unfreeze()
     return SimulationRun(played, fleet, wall_s, cpu_s)
-
-
-def is_coarse(engine: str, schedule: Schedule) -> bool:
-    """Return whether there are too many requests to report each token; never in a closed loop."""
-    counts = [float(each) for each in (schedule.count, schedule.source.count) if each is not None]
-    if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
-        counts.append(schedule.offered_rate * end)
-    return engine == FLUID and min(counts, default=0) > MAX_FINE_REQUESTS
 
 
 def draw_steps_of(fleet: SimulatedFleet, played_until: float, folder: Path) -> list[Path]:
@@ -279,51 +286,39 @@ def draw_steps_of(fleet: SimulatedFleet, played_until: float, folder: Path) -> l
     return drawn
 
 
-def as_result(
-    run: SimulationRun,
-    args: argparse.Namespace,
-    config: FleetConfig,
-    schedule: Schedule,
-    targets: goodput.Targets,
-) -> BenchResult:
-    played, models = run.played, run.fleet.models
-    cut = played.cut
+def as_result(run: SimulationRun, given: SimulationInput) -> BenchResult:
+    played = run.played
     return BenchResult(
-        schedule,
-        targets,
-        played.outcomes,
-        played.duration,
-        f"simulated-{args.engine}",
-        config.model,
-        {
+        schedule=given.schedule,
+        targets=given.targets,
+        outcomes=played.outcomes,
+        duration=played.duration,
+        backend=f"simulated-{given.engine}",
+        model=given.config.model,
+        notes={
             "max_model_len": run.fleet.longest,
-            "cut_requests": cut,
+            "cut_requests": played.cut,
             "simulator": {
-                "engine": args.engine,
+                "engine": given.engine,
                 "wall_s": run.wall_s,
                 "cpu_s": run.cpu_s,
                 "speed": run.speed,
                 "scheduler_share": run.scheduler_share,
-                "profiles": {name: model.profile for name, model in models.items()},
+                "profiles": {name: model.profile for name, model in given.models.items()},
                 **played.facts,
             },
         },
-        _warnings(args.engine, config, models, schedule, cut) + unfinished_warning(played.sessions),
-        played.sessions,
+        warnings=_warnings(given, played.cut) + unfinished_warning(played.sessions),
+        sessions=played.sessions,
     )
 
 
-def _warnings(
-    engine: str,
-    config: FleetConfig,
-    models: Mapping[str, WorkerModel],
-    schedule: Schedule,
-    cut: int,
-) -> list[str]:
+def _warnings(given: SimulationInput, cut: int) -> list[str]:
+    models, schedule = given.models, given.schedule
     found = schedule.falls_short
     if cut:
         found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
-    if engine == FLUID:
+    if given.engine == FLUID:
         found += [f"--engine fluid ignores {text}; use --engine exact" for text in _ignored(models)]
     found += [
         f"{model.name} is simulated without {', '.join(model.unread)}"
@@ -331,7 +326,7 @@ def _warnings(
         if model.unread
     ]
     names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
-    if strangers := names - {each.name for each in config.tenants}:
+    if strangers := names - {each.name for each in given.config.tenants}:
         found.append(
             f"{len(strangers)} of --tenants {schedule.tenants} (named tenant-1 and so on) are not "
             "in the fleet file: the router treats them as one"

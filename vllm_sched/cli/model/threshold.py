@@ -115,7 +115,6 @@ class Finding:
 
     @property
     def gain(self) -> float:
-        """Exact throughput of the recommended K relative to K = 1."""
         at = {row.k: row.throughput for row in self.rows}
         return at[self.run] / at[1]
 
@@ -210,14 +209,14 @@ def _find(
     return Finding(
         name,
         regime,
-        formula,
-        best,
-        run,
-        tuple(
+        closed_form=formula,
+        recursion=best,
+        run=run,
+        rows=tuple(
             Row(role, k, exact.solve_for(k).throughput, play(regime, k, seed=args.seed))
             for k, role in sorted(rows.items())
         ),
-        tuple((k, exact.solve_for(k).throughput) for k in _drawn(regime.largest, list(rows))),
+        curve=tuple((k, exact.solve_for(k).throughput) for k in _drawn(regime.largest, list(rows))),
     )
 
 

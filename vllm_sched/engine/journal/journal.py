@@ -101,17 +101,7 @@ class Journal:
 
     def pop_step(self, outputs: Outputs = NO_OUTPUTS) -> StepMessage | None:
         """Return what happened since the last call, and the new tokens of `outputs`."""
-        numbers: list[int] = []
-        counts: list[int] = []
-        tokens: list[int] = []
-        running = self._known.running
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                new = output.new_token_ids
-                if new and (known := running.get(output.request_id)) is not None:
-                    numbers.append(known.number)
-                    counts.append(len(new))
-                    tokens += new
+        numbers, counts, tokens = self._new_tokens(outputs)
         ended, self._ended = self._ended, []
         for known, _ in ended:
             if known.request is not None:
@@ -134,6 +124,21 @@ class Journal:
             found,
         )
         return None if message == EMPTY else message
+
+    def _new_tokens(self, outputs: Outputs) -> tuple[list[int], list[int], list[int]]:
+        """Return the requests' numbers, the count of tokens of each, and all tokens."""
+        numbers: list[int] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        running = self._known.running
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                new = output.new_token_ids
+                if new and (known := running.get(output.request_id)) is not None:
+                    numbers.append(known.number)
+                    counts.append(len(new))
+                    tokens += new
+        return numbers, counts, tokens
 
     def snapshot(self) -> list[SnapshotRow]:
         """Return all known requests; right after `pop_step`, which notes what is pending."""

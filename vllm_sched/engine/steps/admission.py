@@ -135,20 +135,25 @@ class Admission:
         strictest, closed_by = OPEN, None
         # A request that began to load KV in this step does not run yet.
         if not self._idle or running or self._scheduler._inflight_prefills:
-            for number, gate in self._hooks.gate:
-                if (answer := gate(lanes[number], head, waited)) is CLOSED:
-                    # Later policies do not hold the request.
-                    strictest, closed_by = CLOSED, number
-                    break
-                if answer is not OPEN:
-                    strictest = answer
-            if strictest is not CLOSED and not all(
-                stays(lanes[number], head) for number, stays in self._hooks.stays
-            ):
-                strictest = CLOSED  # not held: it will move to its new lane
+            strictest, closed_by = self._ask_policies(lanes, head, waited)
         self.queue.lane_counts.note_gate(lanes, closed_by)
         self._note_gate(lanes, closed_by)
         return strictest
+
+    def _ask_policies(
+        self, lanes: LaneKey, head: Request, waited: float
+    ) -> tuple[Gate, int | None]:
+        """Return the strictest gate, and the policy that holds the head."""
+        strictest = OPEN
+        for number, gate in self._hooks.gate:
+            if (answer := gate(lanes[number], head, waited)) is CLOSED:
+                return CLOSED, number
+            if answer is not OPEN:
+                strictest = answer
+        for number, stays in self._hooks.stays:
+            if not stays(lanes[number], head):
+                return CLOSED, None  # it will move to its new lane
+        return strictest, None
 
     def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         return tuple(

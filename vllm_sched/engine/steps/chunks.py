@@ -76,11 +76,11 @@ class StepChunks:
     ) -> int:
         step, runs = self._step, request.status == RUNNING
         # Other requests may wait for the blocks of a waiting request.
-        holds = not runs and request.num_computed_tokens > 0
+        holds_blocks = not runs and request.num_computed_tokens > 0
         room = self._room if runs and self._room is not None else tokens
         if step.budget < self._token_limit:
             granted = min(granted, step.budget - step.decodes - self._granted)
-        wanted = max(min(granted, room), int(holds))
+        wanted = max(min(granted, room), int(holds_blocks))
         if wanted <= 0:
             return 0
         chunk, unused = blocks.chunk(
@@ -88,8 +88,8 @@ class StepChunks:
             computed,
             wanted,
             most=tokens,
-            room=tokens if holds else room,
-            may_skip=lambda: not holds and self._has_other_work(),
+            room=tokens if holds_blocks else room,
+            may_skip=lambda: not holds_blocks and self._has_other_work(),
         )
         self._granted += wanted - unused
         self._take_back(request, unused)

@@ -74,9 +74,8 @@ class StepPlanner:
     def begin_step(self, now: float, wall_now: float) -> StepPlan:
         """Sort `running`, and show the step to the policies."""
         scheduler = self._scheduler
-        prefills, decoding = self._order.split()
         kv_free = 1.0 - scheduler.kv_cache_manager.usage
-        decode_is_last = self._order.arrange(prefills, decoding, kv_free)
+        prefills, decoding, decode_is_last = self._order.sort(kv_free)
         self.admission.begin_step(now)
         refused = self.admission.queue.refused
         if refused is not None and self._has_room(refused, kv_free):
@@ -150,15 +149,9 @@ class StepPlanner:
         admitted = scheduler.running[plan.num_running :]
         chunks = chunks_of(itertools.chain(step.prefills, admitted), tokens)
         decodes = len(tokens) - len(chunks)
-        return ScheduledStep(
-            output,
-            step.index,
-            step.now,
-            step.budget,
-            chunks,
-            context_tokens=step.context_tokens * decodes // max(len(step.decoding), 1),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+        context = step.context_tokens * decodes // max(len(step.decoding), 1)
+        return ScheduledStep.of(
+            scheduler, output, chunks, at=step.now, budget=step.budget, context_tokens=context
         )
 
     def _loading_requests(self) -> list[Request]:

@@ -52,7 +52,7 @@ class PrefixCacheLookups:
         return known
 
     def recent_tokens(self, request: Request) -> int:
-        """Return the same from the last look-up of this request, if it is recent."""
+        """Return `tokens` by the last look-up of this request, if it is recent."""
         name, until, known = self._recent
         if name != request.request_id or self._now > until:
             known = self.tokens(request)

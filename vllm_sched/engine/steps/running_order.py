@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -12,6 +13,14 @@ from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.engine.steps.service_classes import ServiceClasses
 from vllm_sched.policies.kv_cache import KvCache
 from vllm_sched.policies.types import Policy
+
+
+class SortedRunning(NamedTuple):
+    """The running requests in the order of service."""
+
+    prefills: list[Request]
+    decoding: list[Request]
+    decode_is_last: bool = False  # behind prefills
 
 
 class RunningOrder:
@@ -35,7 +44,28 @@ class RunningOrder:
             classes.policy is not None and scheduler.policy != SchedulingPolicy.PRIORITY
         )
 
-    def split(self) -> tuple[list[Request], list[Request]]:
+    def sort(self, kv_free: float) -> SortedRunning:
+        """Sort `running` if a policy asks for it."""
+        prefills, decoding = self._split()
+        by_class = self._by_class and self._may_preempt(kv_free, prefills)
+        if not (by_class or (prefills and self._sorts)):
+            return SortedRunning(prefills, decoding)
+        prefills.sort(key=self._rank)
+        classes: dict[Request, float] = {}
+        if by_class:
+            classes = self._classes.of_decodes(decoding)
+            decoding.sort(key=classes.__getitem__)
+        self._scheduler.running[:] = decoding + prefills
+        if not (prefills and decoding):
+            return SortedRunning(prefills, decoding)
+        is_worst = by_class and self._move_worst_class_last(prefills, decoding, classes)
+        is_preempted = self._preempts_newest(prefills[-1], decoding[-1])
+        if is_preempted:
+            self._scheduler.running.remove(decoding[-1])
+            self._scheduler.running.append(decoding[-1])
+        return SortedRunning(prefills, decoding, is_worst or is_preempted)
+
+    def _split(self) -> tuple[list[Request], list[Request]]:
         running, in_prefill = self._scheduler.running, self._scheduler._inflight_prefills
         if not (count := len(in_prefill)):
             return [], running.copy()
@@ -48,30 +78,16 @@ class RunningOrder:
             [request for request in running if not request.is_prefill_chunk],
         )
 
-    def arrange(self, prefills: list[Request], decoding: list[Request], kv_free: float) -> bool:
-        """Sort `running`; return whether a decode is last, behind prefills."""
-        by_class = self._by_class and self._may_preempt(kv_free, prefills)
-        if not (by_class or (prefills and self._sorts)):
+    def _move_worst_class_last(
+        self, prefills: list[Request], decoding: list[Request], classes: dict[Request, float]
+    ) -> bool:
+        """Let requests of the worst class be preempted first, decodes included."""
+        class_of = self._classes.of
+        if classes[decoding[-1]] <= class_of(prefills[0]):
             return False
-        running = self._scheduler.running
-        prefills.sort(key=self._rank)
-        classes: dict[Request, float] = {}
-        if by_class:
-            classes = self._classes.of_decodes(decoding)
-            decoding.sort(key=classes.__getitem__)
-        running[:] = decoding + prefills
-        if not (prefills and decoding):
-            return False
-        newest, class_of = decoding[-1], self._classes.of
-        is_worst = by_class and classes[newest] > class_of(prefills[0])
-        if is_worst:
-            # Requests of the worst class are preempted first, decodes included.
-            running.sort(key=(classes | {r: class_of(r) for r in prefills}).__getitem__)
-        is_preempted = self._preempts_newest(prefills[-1], newest)
-        if is_preempted:
-            running.remove(newest)
-            running.append(newest)
-        return is_worst or is_preempted
+        of_all = classes | {request: class_of(request) for request in prefills}
+        self._scheduler.running.sort(key=of_all.__getitem__)
+        return True
 
     def _rank(self, request: Request) -> tuple[float, ...]:
         return tuple(rank(request) for rank in self._hooks.rank)

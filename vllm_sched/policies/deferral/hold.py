@@ -28,8 +28,11 @@ class Hold:
     @classmethod
     def begin(cls, step: Step, *, slots_full: bool, max_s: float, running_full: int) -> Self:
         free = step.kv_free
-        typical = (1 - free) / running_full
-        return cls(step.now, max_s, slots_full, step.refused, free, free, typical, step.departed)
+        return cls(
+            since=step.now, max_s=max_s, slots_full=slots_full, refused=step.refused,
+            kv_free=free, kv_left=free, kv_typical=(1 - free) / running_full,
+            departed=step.departed,
+        )  # fmt: skip
 
     def begin_step(self, step: Step) -> None:
         self.departed += step.departed

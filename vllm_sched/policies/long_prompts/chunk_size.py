@@ -36,6 +36,13 @@ MIN_LOSS, MAX_LOSS = -0.5, 1.0
 GAIN: Final = 0.1
 
 
+class LongChunk(NamedTuple):
+    """The limit of all long prompts' tokens in one step."""
+
+    tokens: int
+    least: int  # with the tokens of short prompts taken from it
+
+
 class LongStep(NamedTuple):
     tokens: int  # of all prefills
     seconds: float
@@ -80,12 +87,11 @@ class ChunkSize:
         self._in_vain = 0  # comparisons without a result, because other prompts filled the steps
 
     @property
-    def usual(self) -> tuple[int, int]:
-        """Return the chunk of most steps, and its least size with short prompts in the step."""
-        return self.tokens, -(-self.tokens // 2)
+    def usual(self) -> LongChunk:
+        return LongChunk(self.tokens, least=-(-self.tokens // 2))
 
-    def plan(self) -> tuple[int, int]:
-        """Return the same for the next step of a long prompt, which may be a comparison."""
+    def next_chunk(self) -> LongChunk:
+        """Return the chunk of the next step of a long prompt, which may be a comparison."""
         self._steps += 1
         if self._steps < self._interval:
             return self.usual
@@ -93,7 +99,7 @@ class ChunkSize:
         self._in_vain += 1
         if self._in_vain > MAX_IN_VAIN:
             self._compare_less()
-        return max(self.tokens // 2, 1), 1
+        return LongChunk(max(self.tokens // 2, 1), least=1)
 
     def observe(self, result: StepResult) -> None:
         """Compare a step with its neighbours of the same prompt."""
@@ -127,6 +133,7 @@ class ChunkSize:
         planned = self.tokens / 2 <= around <= 2 * self.tokens
         if not planned or around < MIN_RATIO * tried.tokens:
             return
+        # The line through both steps: its time without tokens, and at the present size.
         fixed_s = (tried.seconds * around - seconds * tried.tokens) / (around - tried.tokens)
         step_s = fixed_s + (seconds - fixed_s) / around * self.tokens
         if step_s > 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
+from vllm_sched.policies.long_prompts.chunk_size import LongChunk
 from vllm_sched.policies.types import LaneCount, RequestView, Step, one_class
 
 # Shorts leave this share of the step to longs.
@@ -50,13 +51,6 @@ class StepPrompts:
             sum(count.held for count in lanes),
             sum(count.barred for count in lanes),
         )
-
-
-class LongChunk(NamedTuple):
-    """The limit of all long prompts' tokens in one step."""
-
-    tokens: int
-    least: int  # with the tokens of short prompts taken from it
 
 
 class StepDivision:

@@ -46,7 +46,7 @@ class OverdueTurns:
         self.releases += 1
 
     def record_departure(self, lane: str, name: str) -> bool:
-        """Forget the request, and return whether it was released."""
+        """Return whether the request was released."""
         if was_released := self.released.get(lane) == name:
             del self.released[lane]
         return was_released

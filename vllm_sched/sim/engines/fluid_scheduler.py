@@ -15,7 +15,7 @@ from vllm_sched.sim.types import Leg
 
 if TYPE_CHECKING:
     from vllm_sched.cost.step_time import StepTime
-    from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
+    from vllm_sched.policies.fluid_effects import BatchAdmission, FluidEffects, LongPromptLimits
     from vllm_sched.sim.engines.kv_blocks import KvBlocks, Task
     from vllm_sched.sim.types import WorkerModel
 
@@ -26,6 +26,7 @@ MAX_STEP_GROWTH: Final = 0.02  # relative growth of a step after which its chunk
 
 USUAL_DECODES, USUAL_CHUNK = 16, 2048  # of the steps that policies learn from
 
+Tasks = list["Task"]
 Chunks = list[tuple["Task", int]]  # each prompt's tokens in a step
 DECODE = Leg.DECODE
 
@@ -93,6 +94,24 @@ class PrefillTime:
         return tokens
 
 
+class BatchGate:
+    """Admits batches, as `static_batching` does."""
+
+    def __init__(self, limits: BatchAdmission) -> None:
+        self.forms = True
+        self.members = 0
+        self._limits = limits
+
+    def begin_step(self, running: int) -> None:
+        if not running:
+            self.forms, self.members = True, 0
+
+    def is_open(self, head: Task, now: float) -> bool:
+        if self.forms and self.members < self._limits.size:
+            return True
+        return now - head.since >= self._limits.max_wait_s
+
+
 class FluidScheduler:
     def __init__(self, model: WorkerModel, effects: FluidEffects, kv: KvBlocks) -> None:
         self.model = model
@@ -113,7 +132,7 @@ class FluidScheduler:
         hold = effects.hold or NO_HOLD
         self._deferral = Deferral(model, hold, decodes_pause=effects.longest_pause_s > 0)
         self._may_defer = hold.departures != 1
-        self._batch_forms, self._batch_members = True, 0
+        self._batch = None if effects.batches is None else BatchGate(effects.batches)
         self._paused_since: float | None = None
         self._last_short = -math.inf
 
@@ -192,7 +211,7 @@ class FluidScheduler:
         """Return True if a new request changes the coming steps."""
         if self.running >= self.model.max_num_seqs or self._deferral.holding:
             return False
-        if self.effects.batches and not self._batch_forms:
+        if self._batch is not None and not self._batch.forms:
             return False
         if task.has_kv:
             return not self._budget_is_taken
@@ -207,18 +226,17 @@ class FluidScheduler:
 
     def schedule(self, now: float, step: int) -> PlannedRun:
         """Admit requests, and return the next steps."""
-        effects = self.effects
         self._begin_step(now)
         pausing = self._may_pause(now)
         budget = self.model.max_num_batched_tokens
         if self.decoding and not pausing:
             budget = self._limit_mixed_step(budget - self.decoding)
-        if longs := effects.longs:
+        if longs := self.effects.longs:
             chunks, count = self._schedule_by_length(longs, budget, now, step)
         else:
             chunks, count = self._schedule_in_order(budget, now, step)
-        if effects.batches and self.decoding and not chunks:
-            self._batch_forms = False
+        if self._batch is not None and self.decoding and not chunks:
+            self._batch.forms = False
         pausing = pausing and bool(chunks)
         if not pausing:
             self._paused_since = None
@@ -229,8 +247,8 @@ class FluidScheduler:
     def _begin_step(self, now: float) -> None:
         self._refused = self._budget_is_taken = False
         self._time_left, self._steps_to_entry = None, FOREVER
-        if self.effects.batches and not self.running:
-            self._batch_forms, self._batch_members = True, 0
+        if self._batch is not None:
+            self._batch.begin_step(self.running)
         if self._may_defer:
             self._deferral.update(now, self)
 
@@ -295,19 +313,11 @@ class FluidScheduler:
     def _admit_next(self, now: float, step: int) -> Task | None:
         if self._with_kv and (task := self._admit(self._with_kv, step)) is not None:
             return task
-        queue = self._shorts
-        if not queue or not self._is_open(queue[0], now):
+        if not self._shorts or self._deferral.holding:
             return None
-        return self._admit(queue, step)
-
-    def _is_open(self, head: Task, now: float) -> bool:
-        if self._deferral.holding:
-            return False
-        if (batches := self.effects.batches) is None:
-            return True
-        if self._batch_forms and self._batch_members < batches.size:
-            return True
-        return now - head.since >= batches.max_wait_s
+        if self._batch is not None and not self._batch.is_open(self._shorts[0], now):
+            return None
+        return self._admit(self._shorts, step)
 
     def _admit(self, queue: deque[Task], step: int) -> Task | None:
         while queue and queue[0].gone:
@@ -327,7 +337,8 @@ class FluidScheduler:
             self.kv.allocate(task)
         queue.popleft()
         self.waiting -= 1
-        self._batch_members += 1
+        if self._batch is not None:
+            self._batch.members += 1
         self._prefills.append(task)
         self._deferral.record_admission(task)
         return task
@@ -353,23 +364,27 @@ class FluidScheduler:
                 budget = time_left.fitting(running.done, time_left.min_chunk)
                 budget = min(budget, self.model.max_num_batched_tokens - self.decoding)
         quiet = not self.decoding and now - self._last_short > limits.quiet_s
-        for_longs = 0
-        if longs:
-            reserved = min(sum(task.left for task in shorts), budget - budget // 4)
-            most = budget if quiet else self._long_chunk(limits, budget, reserved, longs[0].done)
-            for_longs = min(most, budget - reserved)
+        for_shorts = min(sum(task.left for task in shorts), budget - budget // 4)
+        for_longs = budget - for_shorts if longs else 0
+        if longs and not quiet:
+            chunk = self._long_chunk(limits, budget, for_shorts, longs[0].done)
+            for_longs = min(for_longs, chunk)
         for_shorts = budget - min(for_longs, sum(task.left for task in longs))
+        chunks = self._divide(shorts, for_shorts, longs, for_longs)
+        if len(chunks) != 1 or not chunks[0][0].long:
+            return chunks, 1
+        task, tokens = chunks[0]
+        count = max(task.left // tokens, 1)
+        return chunks, count if self.decoding or quiet else min(count, QUIET_CHECK_STEPS)
+
+    def _divide(self, shorts: Tasks, for_shorts: int, longs: Tasks, for_longs: int) -> Chunks:
         chunks: Chunks = []
         for task in shorts:
             for_shorts -= self._add_chunk(chunks, task, min(task.left, for_shorts))
         for remaining, task in zip(range(len(longs), 0, -1), longs, strict=True):
             part = -(-for_longs // remaining)
             for_longs -= self._add_chunk(chunks, task, min(task.left, part))
-        if len(chunks) != 1 or not chunks[0][0].long:
-            return chunks, 1
-        task, tokens = chunks[0]
-        count = max(task.left // tokens, 1)
-        return chunks, count if self.decoding or quiet else min(count, QUIET_CHECK_STEPS)
+        return chunks
 
     def _admit_by_length(self, limits: LongPromptLimits, now: float, step: int) -> None:
         while self._admit_next(now, step) is not None:
@@ -378,8 +393,8 @@ class FluidScheduler:
             if self._admit(self._longs, step) is None:
                 break
 
-    def _long_chunk(self, limits: LongPromptLimits, left: int, reserved: int, done: int) -> int:
-        """Return the tokens of all long prompts, if short prompts need `reserved` tokens."""
+    def _long_chunk(self, limits: LongPromptLimits, left: int, for_shorts: int, done: int) -> int:
+        """Return the tokens of all long prompts, next to those of short prompts."""
         budget = self.model.max_num_batched_tokens
         if limits.share is not None:
             return max(int(budget * limits.share), 1)
@@ -387,7 +402,7 @@ class FluidScheduler:
         block = self.model.block_tokens
         best = best_chunk(self.model.time, shape, budget, itl_s=limits.itl_s, block=block)
         most = min(best, left)
-        return max(most - reserved, most // 2)
+        return max(most - for_shorts, most // 2)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
         overdue = now - self._longs[0].since >= limits.max_wait_s

@@ -96,13 +96,6 @@ class CachedPrefixes:
             self._tokens -= held.pop(name)
 
 
-class PieceInUse:
-    __slots__ = ("tokens", "users")
-
-    def __init__(self) -> None:
-        self.users = self.tokens = 0
-
-
 class KvBlocks:
     """The KV of running requests; shared prefixes count once, after they are computed.
 
@@ -114,7 +107,8 @@ class KvBlocks:
         self.tokens = tokens
         self.prefixes = prefixes
         self._own = self._shared = 0
-        self._in_use: dict[int | str, PieceInUse] = {}
+        self._users: dict[int | str, int] = {}  # by piece
+        self._piece_tokens: dict[int | str, int] = {}  # in use
 
     @property
     def used(self) -> int:
@@ -125,9 +119,9 @@ class KvBlocks:
         if task.need <= free or not self.used:
             return True
         saved = sum(
-            min(tokens, self._in_use[name].tokens)
+            min(tokens, self._piece_tokens[name])
             for name, tokens in self.prefixes.cached_beginning(task.job.shared)
-            if name in self._in_use
+            if name in self._piece_tokens
         )
         return task.need - saved <= free
 
@@ -136,23 +130,20 @@ class KvBlocks:
         own = task.need
         for name, tokens in task.pieces:
             own -= tokens
-            if (piece := self._in_use.get(name)) is None:
-                piece = self._in_use[name] = PieceInUse()
-            piece.users += 1
-            if tokens > piece.tokens:
-                self._shared += tokens - piece.tokens
-                piece.tokens = tokens
+            self._users[name] = self._users.get(name, 0) + 1
+            if tokens > (used := self._piece_tokens.get(name, 0)):
+                self._shared += tokens - used
+                self._piece_tokens[name] = tokens
         task.own = max(own, 0)
         self._own += task.own
 
     def free(self, task: Task) -> None:
         self._own -= task.own
         for name, _ in reversed(task.pieces):
-            piece = self._in_use[name]
-            piece.users -= 1
-            if not piece.users:
-                self._shared -= piece.tokens
-                del self._in_use[name]
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                self._shared -= self._piece_tokens.pop(name)
                 self.prefixes.release(name)
         task.own, task.pieces = 0, ()
 
@@ -160,7 +151,7 @@ class KvBlocks:
         self.free(task)
         shared = task.job.shared
         alone = max(task.need - sum(tokens for _, tokens in shared), 0)
-        self.prefixes.store(shared, self.tokens - self._own - alone, self._in_use)
+        self.prefixes.store(shared, self.tokens - self._own - alone, self._users)
         self.allocate(task)
 
 

@@ -125,11 +125,11 @@ class BaseSimulatedFleet:
             flight.id,
             request.prompt_tokens,
             request.output_tokens,
-            flight.number,
-            request.shared,
-            leg,
-            request.klass,
-            flight.priority,
+            text=flight.number,
+            shared=request.shared,
+            leg=leg,
+            klass=request.klass,
+            priority=flight.priority,
         )
         if front_s := self.engines[name].model.front_s:
             submit = partial(self._deliver, flight, name, job)

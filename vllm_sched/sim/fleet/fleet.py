@@ -128,12 +128,12 @@ class SimulatedFleet(BaseSimulatedFleet):
         self, flow: SessionFlow, end: float, *, interrupted: bool = False
     ) -> PlayedFleet:
         return PlayedFleet(
-            tuple(self._outcomes),
-            end,
-            self._cut + flow.cut,
-            self._facts(),
-            interrupted,
-            tuple(flow.played),
+            outcomes=tuple(self._outcomes),
+            duration=end,
+            cut=self._cut + flow.cut,
+            facts=self._facts(),
+            interrupted=interrupted,
+            sessions=tuple(flow.played),
         )
 
     def _choose_router(self) -> Router:

@@ -76,7 +76,6 @@ def _client_events(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
 def _make_ids_unique(
     events: Iterable[dict[str, Any]], worker: str, base: int
 ) -> Iterator[Mapping[str, Any]]:
-    """Make a worker's process ids and names unique."""
     for event in events:
         event["pid"] += base
         if event["name"] == "process_name":

@@ -41,8 +41,9 @@ def request_info_of(
     usual = router.sizer.learnt(model, ROUTE, tenant).output
     size = prompt * BYTES_PER_TOKEN
     info = RequestInfo(
-        f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most))
-    )
+        f"sim-{number}", ROUTE, model, body_bytes=size, prompt_tokens=prompt, prompt_error=0,
+        largest_prompt=prompt, output_tokens=most, expected_output=int(min(usual, most)),
+    )  # fmt: skip
     info.stream = info.counted = True
     info.long = info.expected_tokens > router.settings.short_limit
     if router.settings.transfer and most <= 1:
