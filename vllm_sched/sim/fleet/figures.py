@@ -110,7 +110,7 @@ class FlowFigures:
     """
 
     def __init__(self, targets: Targets, borne_s: Callable[[int], float]) -> None:
-        # As soon as it is certain: failed, or beyond the targets; by class, also beyond `borne_s`.
+        # Failed, or beyond the targets; by class, also beyond `borne_s`.
         self.late = 0
         self.lost = Counter[str]()
         self.classes: dict[str, ClassFigures] = {}

@@ -83,7 +83,7 @@ class FleetSearch:
     ) -> ServedRate | None:
         """Return the rough rate by one draw, up to the compute bound; None if below `least`.
 
-        `step` is the ratio of two rates until one is served and one is not.
+        `step` is the ratio of rates until one is too high.
         """
         most = self._most(shape)
         if least > most:
@@ -171,10 +171,7 @@ class FleetSearch:
     def _keep_best(
         self, tried: list[FleetShape], floor: float = 0.0, *, likely: float = 0.0
     ) -> list[ServedRate]:
-        """Return rough rates, without those of fleets below `floor` or the best of them.
-
-        The first is searched from the `likely` rate.
-        """
+        """Return rough rates, without those of fleets below `floor` or the best of them."""
         found: list[ServedRate] = []
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
@@ -237,7 +234,7 @@ class FleetSearch:
     def best(self, gpus: int, floor: float = 0.0) -> list[ServedRate]:
         """Return the best fleet of each family, best first; none if all are below `floor`.
 
-        A family that does not come near the best rate is judged by fewer runs.
+        Families behind the best are judged by fewer runs.
         """
         families = self.question.families
         with self.progress.part(0.0, 0.5):
@@ -292,7 +289,10 @@ class FleetSearch:
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
         quick, likely = self._quick, served.likely_with(change)
-        rough = quick._keep_best(self._similar_fleets(served.shape, change), likely=likely)
+        similar = self._similar_fleets(served.shape, change)
+        # Small fleets may need another policy.
+        similar += [replace(each, policy=self.question.policies[-1]) for each in similar]
+        rough = quick._keep_best(list(dict.fromkeys(similar)), likely=likely)
         best = max(rough, key=lambda each: each.rate, default=None)
         return best and quick.judge(best.shape, likely)
 
