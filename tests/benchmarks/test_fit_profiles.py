@@ -1,9 +1,11 @@
-"""`python -m benchmarks.fit_profiles` shows why a command of its environment failed."""
+"""`python -m benchmarks.fit_profiles`: errors of its environment, and its check of the files."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,3 +23,22 @@ def test_error_of_the_environment_is_shown(
     monkeypatch.setattr(sys, "argv", ["fit_profiles", "--systems", "h100"])
     assert fit_profiles.main() == 1
     assert capsys.readouterr().err == "a warning\nno kernels\n"
+
+
+def test_check_names_what_differs_from_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fit_profiles", "--inside", "--check", "--systems", "h100"])
+
+    def fitted(system: str, date: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((fit_profiles.DATA / f"{system}.json").read_text())
+        assert date == content["date"]
+        return content | change
+
+    monkeypatch.setattr(fit_profiles, "fit_system", fitted)
+    change: dict[str, Any] = {}
+    assert fit_profiles.main() == 0
+    assert capsys.readouterr().out == "a new fit is equal to the files\n"
+    change = {"version": "9.9.9"}
+    assert fit_profiles.main() == 1
+    assert capsys.readouterr().out == "h100.json: version\n"

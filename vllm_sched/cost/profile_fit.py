@@ -45,8 +45,7 @@ HELD_OUT_EVERY: Final = 4
 ROUNDS: Final = 10
 # An error of this size weighs as much again as an error of 0; at most MAX_WEIGHT.
 USUAL_ERROR, MIN_WEIGHT, MAX_WEIGHT = 0.08, 0.3, 3.3
-# The fixed terms and the curve's level cannot be told apart. With less, the last of five digits
-# depends on rounding; with ten times more, errors change.
+# With less, rounding changes the fifth digit: fixed terms and the curve's level are dependent.
 RIDGE: Final = 1e-5
 
 # The profile's promise: median error by kind, and worst error.

@@ -244,7 +244,7 @@ def test_failed_requests_are_printed_and_exit_code_is_1(program: Program, fleet:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("short, profile: h100-8b", "short, profile: h100-9b", "unknown profile 'h100-9b'; valid:"),
+        ("short, profile: h100-8b", "short, profile: h100-9b", "has model=9b; valid here: llama-3"),
         ("12000", "900000", "less than one request of max_model_len 900,000"),
         ("long_prompt", "longprompt", "unknown policy 'longprompt'"),
         (

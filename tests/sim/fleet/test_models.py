@@ -159,7 +159,7 @@ def test_calibration_file_sets_sizes_and_front_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
-        ({"profile": "h100-9b"}, "unknown profile 'h100-9b'; valid: a100-8b"),
+        ({"profile": "h100-9b"}, "no built-in profile has model=9b; valid here: llama-3.1-8b"),
         ({"profile": "none.json"}, "profile none.json: No such file"),
         ({"max_model_len": 500_000}, "holds 446,099 tokens, less than"),
         *(

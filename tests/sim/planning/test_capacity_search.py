@@ -140,3 +140,21 @@ def test_start_far_below_the_rate_takes_few_runs() -> None:
     found = present(draws.highest(20.0))  # 54 rungs below
     assert 100.0 / RUNG_RATIO < found.rate <= 100.0
     assert len(draws.played) < 25
+
+
+def test_draw_far_below_the_first_takes_few_runs() -> None:
+    draws = Draws({1: 100.0, 2: 100.0, 3: 20.0})
+    found = present(draws.highest(95.0))
+    assert 20.0 / RUNG_RATIO < found.rate <= 20.0  # 54 rungs below
+    assert len(draws.played) < 25
+
+
+def test_hardest_draw_alone() -> None:
+    draws = Draws({1: 90.0, 2: 10.0, 3: 90.0})
+    judge = CapacitySearch(3, draws.play, lambda _whole: True)
+    assert judge.highest(SHAPE, 20.0) is not None  # the second fails last
+    del draws.played[:]
+    found = present(judge.highest(SHAPE, 9.0, hardest=True))
+    assert 10.0 / RUNG_RATIO < found.rate <= 10.0
+    assert {draw for _, draw in draws.played} == {2}
+    assert judge.highest(SHAPE, 9.0, least=11.0, hardest=True) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +27,7 @@ from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning import exact_check
+from vllm_sched.sim.planning.capacity_search import CapacitySearch, CapacityVerdict
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import (
     BOTH,
@@ -125,17 +127,34 @@ class Rated:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tried: list[FleetShape] = []
         self.judged: list[FleetShape] = []
+        self.compared: list[FleetShape] = []  # by the hardest draw
         self.rate_of: Callable[[FleetShape], float]
         self.judge: Callable[[FleetShape], float] | None = None
 
-        def rated(_: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0) -> Any:
+        def rated(
+            _: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0, step: float
+        ) -> Any:
+            assert step > 1
             self.tried.append(shape)
             return self._served(shape, self.rate_of(shape), least)
 
-        def judged(_: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0) -> Any:
+        def judged(
+            _: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0,
+            most: float = math.inf,
+        ) -> Any:  # fmt: skip
             self.judged.append(shape)
-            return self._served(shape, (self.judge or self.rate_of)(shape), least)
+            return self._served(shape, min((self.judge or self.rate_of)(shape), most), least)
 
+        def by_hardest(
+            _: CapacitySearch, shape: FleetShape, _start: float, *, least: float, most: float,
+            hardest: bool,
+        ) -> CapacityVerdict | None:  # fmt: skip
+            assert hardest
+            self.compared.append(shape)
+            rate = min(self.rate_of(shape), most)
+            return CapacityVerdict(rate, [NOTHING], NOTHING) if rate >= least else None
+
+        monkeypatch.setattr(CapacitySearch, "highest", by_hardest)
         monkeypatch.setattr(FleetSearch, "rate_of", rated)
         monkeypatch.setattr(FleetSearch, "judge", judged)
 
@@ -174,9 +193,44 @@ def test_search_for_one_more_worker_requires_a_higher_rate(rated: Rated) -> None
     rated.rate_of = lambda shape: rates[shape.prefill, shape.decode]
     found = present(search.with_one_more(best))
     assert (found.shape, found.rate) == (FleetShape(prefill=1, decode=2), 12.0)
-    assert [(each.prefill, each.decode) for each in rated.tried[:2]] == [(2, 1), (1, 2)]
+    assert [(each.prefill, each.decode) for each in rated.compared[:2]] == [(2, 1), (1, 2)]
+    assert rated.judged == [found.shape]
     rates[1, 2] = 10.0
     assert search.with_one_more(best) is None
+
+
+def test_one_pool_when_there_are_too_few_workers_for_several(rated: Rated) -> None:
+    search = FleetSearch(question("300x60", "ttft:500", policies=(DEFAULT, BOTH)))
+    best = ServedRate(FleetShape(prefill=1, decode=1), 10.0, NOTHING)
+    rated.rate_of = lambda _: 4.0
+    fewer = present(search.with_one_fewer(best))
+    assert (fewer.shape.pools, fewer.shape.policy, fewer.rate) == ({Role.GENERAL: 1}, BOTH, 4.0)
+    assert search.with_one_fewer(fewer) is None
+
+
+def test_families_behind_the_best_are_judged_by_fewer_runs(rated: Rated) -> None:
+    rates = {ONE_POOL: 9.5, SHORT_LONG: 10.0, PREFILL_DECODE: 5.0, SHORT_APART: 1.0}
+    rated.rate_of = lambda shape: rates[shape.family]
+    search = FleetSearch(question(LONGS, "ttft:250"))
+    assert [each.shape.family for each in search.best(4)] == [SHORT_LONG, ONE_POOL, PREFILL_DECODE]
+    assert search.best(4, floor=10.1) == []
+    assert [each.rate for each in search.best(4, floor=9.9)] == [10.0, 9.5, 5.0]
+
+
+def test_second_machine_must_exceed_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    floors: list[float] = []
+    best = FleetSearch.best
+
+    def recorded(search: FleetSearch, gpus: int, floor: float = 0.0) -> list[ServedRate]:
+        floors.append(floor)
+        return best(search, gpus, floor)
+
+    monkeypatch.setattr(FleetSearch, "best", recorded)
+    asked = question("1500x60", "ttft:500 tpot:40", effort=0.05, draws=2)
+    slower = replace(asked.machine, profile="slower", time=replace(LINEAR_8B, decode_fixed_s=0.009))
+    found = plan(asked, 2, machines=[slower, asked.machine])
+    assert found.question.machine == asked.machine
+    assert floors == [0.0, found.best.rate]
 
 
 def test_best_policy_is_chosen(rated: Rated) -> None:

@@ -356,9 +356,9 @@ def find_profile(text: str) -> Profile:
 
 
 def named_by(text: str) -> list[str]:
-    """Return the profiles of `model=M,system=S`, built in or else of the optional source.
+    """Return the profiles of `model=M,system=S`, of the optional source if none is built in.
 
-    They have each tp and dtype that the text leaves open. Another text is returned as it is.
+    Another text is returned as it is.
     """
     try:
         return profiles.named_by(text)

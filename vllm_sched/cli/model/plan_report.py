@@ -146,7 +146,7 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
         )
         shown = [*found.ranking, *found.smaller]
         if any(len(served.shares) < question.draws for served in shown):
-            yield "kinds far behind, and sizes far from the best, were judged by fewer runs"
+            yield "kinds behind the best, and sizes far from it, were judged by fewer runs"
         yield (
             f"a further draw{' of this trace' * of_trace} has the same share in time with a "
             f"probability of about {question.draws} in {question.draws + 1}"

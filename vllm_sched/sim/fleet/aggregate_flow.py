@@ -25,10 +25,11 @@ from vllm_sched.sim.fleet.figures import FlowFigures, FlowResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from proxy.core.fleet.leases import Lease
     from proxy.core.tenants.tenants import TenantSpec
     from vllm_sched.bench.results.goodput import Targets
     from vllm_sched.bench.traffic.types import Request
-    from vllm_sched.sim.types import Job, WorkerModel
+    from vllm_sched.sim.types import Event, Job, WorkerModel
 
 MODEL: Final = "model"
 
@@ -104,6 +105,15 @@ class AggregateFlow(BaseSimulatedFleet):
             self._began = now
         self._enter(request, Outcome.from_request(request, now), self.router, now, ended)
 
+    def _report_event(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
+        leg, outcome = lease.prefill, flight.outcome
+        begins = event.tokens and not outcome.ticks and (leg is None or leg.released)
+        if begins and flight.number >= self._warm:
+            klass, prompt = flight.request.klass, flight.request.prompt_tokens
+            self._figures.record_first_token(klass, prompt, event.at - outcome.at)
+            self._note_failure(klass)
+        super()._report_event(flight, lease, event, now)
+
     def _record_gap(self, job: Job, longest: float) -> None:
         self._flights[job.id].longest_gap = longest
 
@@ -116,6 +126,9 @@ class AggregateFlow(BaseSimulatedFleet):
         figures.record_end(outcome, klass, flight.longest_gap, handed_over=handed_over)
         if outcome.good:
             figures.trend.add(outcome.at, outcome.ttft)
-        of_class, most_lost = figures.classes[klass], self._most_lost.get(klass, inf)
-        lost = of_class.ended - of_class.kept
-        self._failed |= figures.late > self._most_late or lost > most_lost
+        self._note_failure(klass)
+
+    def _note_failure(self, klass: str) -> None:
+        figures = self._figures
+        lost = figures.lost[klass] > self._most_lost.get(klass, inf)
+        self._failed |= lost or figures.late > self._most_late

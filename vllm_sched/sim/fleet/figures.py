@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,9 @@ class FlowFigures:
     """
 
     def __init__(self, targets: Targets, borne_s: Callable[[int], float]) -> None:
-        self.late = 0  # failed, or beyond the targets
+        # Failed, or beyond the targets; by class, also beyond `borne_s`.
+        self.late = 0
+        self.lost = Counter[str]()
         self.classes: dict[str, ClassFigures] = {}
         self.trend = Trend()  # of the time to first token
         self._targets = targets
@@ -110,6 +113,11 @@ class FlowFigures:
 
     def record_arrival(self, klass: str) -> None:
         self._of_class(klass).arrived += 1
+
+    def record_first_token(self, klass: str, prompt: int, ttft: float) -> None:
+        if not self._targets.is_in_time(ttft, 0.0):
+            self.late += 1
+            self.lost[klass] += ttft > self._borne_s(prompt)
 
     def record_end(
         self, outcome: Outcome, klass: str, longest: float, *, handed_over: bool = False
@@ -119,15 +127,20 @@ class FlowFigures:
         figures.ended += 1
         if not outcome.good:
             self.late += 1
+            self.lost[klass] += 1
             return
         targets, output, tpot = self._targets, outcome.completed, outcome.tpot or 0.0
         ttft, latency = outcome.ttft, outcome.latency
         paced = targets.is_paced(tpot, longest)
         met = paced and targets.is_in_time(ttft, latency)
-        self.late += not met
+        borne = ttft <= self._borne_s(outcome.prompt_tokens)
+        kept = met or (paced and borne)
+        begun_in_time = targets.is_in_time(ttft, 0.0)
+        self.late += begun_in_time and not met
+        self.lost[klass] += (begun_in_time or borne) and not kept
         figures.done += 1
         figures.met += met
-        figures.kept += met or (paced and ttft <= self._borne_s(outcome.prompt_tokens))
+        figures.kept += kept
         figures.handed_over += handed_over
         figures.prompt_tokens += outcome.prompt_tokens
         figures.output_tokens += output

@@ -66,9 +66,18 @@ class CapacitySearch:
         self._play, self._enough = play, enough
 
     def highest(
-        self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
+        self,
+        shape: FleetShape,
+        start: float,
+        *,
+        least: float = 0.0,
+        most: float = math.inf,
+        hardest: bool = False,
     ) -> CapacityVerdict | None:
-        """Return the highest rate, searched from `start`; None if below `least`."""
+        """Return the highest rate, searched from `start`; None if below `least`.
+
+        `hardest`: only by the draw that failed last, of any fleet.
+        """
         bottom, top = _rate_step(max(least, MIN_RATE)), _rate_step(min(most, MAX_RATE))
         while rate_at(top) > most:
             top -= 1
@@ -82,7 +91,22 @@ class CapacitySearch:
             return played[rung, draw]
 
         begin = min(max(_rate_step(max(start, MIN_RATE)), bottom), top)
-        if begin == bottom and self._verdict_at(bottom, play) is None:
+        if begin == bottom and not hardest and self._verdict_at(bottom, play) is None:
+            return None
+        rung = self._highest_of_first(begin, bottom, top, play)
+        while rung is not None:
+            if hardest and (run := play(rung, self._order[0])) is not None:
+                return CapacityVerdict(rate_at(rung), [run], run)
+            if (verdict := self._verdict_at(rung, play)) is not None:
+                return verdict
+            rung = self._highest_of_first(rung - 1, bottom, rung - 1, play)
+        return None
+
+    def _highest_of_first(
+        self, begin: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
+    ) -> int | None:
+        """Return the highest rung for the draw that failed last; None if below `bottom`."""
+        if begin < bottom:
             return None
         first = self._order[0]
         rung, failed, stride = begin, top + 1, 1
@@ -98,20 +122,7 @@ class CapacitySearch:
         while failed - rung > 1 and failed <= top:
             middle = (rung + failed) // 2
             rung, failed = (rung, middle) if play(middle, first) is None else (middle, failed)
-        return self._search_from(rung, bottom, failed - 1, play)
-
-    def _search_from(
-        self, rung: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
-    ) -> CapacityVerdict | None:
-        found: CapacityVerdict | None = None
-        while bottom <= rung <= top:
-            if (verdict := self._verdict_at(rung, play)) is not None:
-                found, rung = verdict, rung + 1
-            elif found is not None:
-                break
-            else:
-                top = rung = rung - 1
-        return found
+        return rung
 
     def _verdict_at(
         self, rung: int, play: Callable[[int, int], FlowResult | None]

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from vllm_sched.bench.calibrate.aiconfigurator import named_by
 from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
-from vllm_sched.cost.profiles import named_by
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import require_vllm
 from vllm_sched.sim.fleet.models import of_profile, with_assumed
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly
-from vllm_sched.sim.planning.fleet_shapes import ONE_POOL
 from vllm_sched.sim.planning.machine_choice import (
     Candidate,
     compare_machines,
@@ -146,8 +145,9 @@ def plan(
     try:
         with progress.part(begin, SEARCH_DONE):
             for each in progress.each(chosen):
+                floor = max((e.plain.rate for e in found if e.plainly), default=0.0)
                 found.append(_Known(FleetSearch(each.question, progress)))
-                _find(found[-1], gpus)
+                _find(found[-1], gpus, floor)
             known = _best(found)
             while sized and known.plain.rate < rate:
                 gpus += known.search.question.machine.gpus  # not all that serve it were judged
@@ -156,7 +156,7 @@ def plan(
         if exact:
             with progress.part(SEARCH_DONE, EXACT_DONE):
                 known.exactly = rank_exactly(known.search, known.plainly, known.proofs)
-        _find_others(known, gpus)
+        _find_others(known)
         with progress.part(1.0, 1.0):
             progress.note("done")
     except KeyboardInterrupt:
@@ -170,35 +170,32 @@ def _best(found: Sequence[_Known]) -> _Known:
     return max((each for each in found if each.plainly), key=lambda each: each.plain.rate)
 
 
-def _find(known: _Known, gpus: int) -> None:
-    """Find the best fleets of one machine; after Ctrl-C those so far."""
+def _find(known: _Known, gpus: int, floor: float = 0.0) -> None:
+    """Find the best fleets of one machine above `floor`; after Ctrl-C those so far."""
     search = known.search
     question = search.question
     _check_size(search, gpus)
     try:
         search.progress.note("an idle worker")
         search.check()
-        known.plainly = search.best(gpus)
+        known.plainly = search.best(gpus, floor)
     except KeyboardInterrupt:
         known.plainly = search.best_so_far(gpus)
         raise
-    if not known.plainly:
+    if not known.plainly and not floor:
         raise UsageError(
             f"--goodput: no fleet of {gpus // question.machine.gpus} {question.profiles} serves "
             f"{question.source.name} at any rate; give looser targets"
         )
 
 
-def _find_others(known: _Known, gpus: int) -> None:
+def _find_others(known: _Known) -> None:
     search, plain, progress = known.search, known.plain, known.search.progress
-    workers, each = plain.shape.workers, search.question.machine.gpus
+    workers = plain.shape.workers
     with progress.part(EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE):
         known.more = search.with_one_more(plain)
     with progress.part(MORE_DONE, FEWER_DONE):
         known.fewer = search.with_one_fewer(plain)
-        if known.fewer is None and workers > 1 and search.question.prefill_machine is None:
-            # Two pools need two workers.
-            known.fewer = next(iter(search.family(ONE_POOL, gpus - each)), None)
     sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
     with progress.part(FEWER_DONE, 1.0):
         for size in progress.each(sorted(sizes)):

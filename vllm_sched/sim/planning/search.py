@@ -17,6 +17,7 @@ from vllm_sched.sim.planning import capacity_bound
 from vllm_sched.sim.planning.capacity_search import CapacitySearch
 from vllm_sched.sim.planning.fleet_shapes import (
     FAMILIES,
+    ONE_POOL,
     POLICIES,
     SHORT_APART,
     FleetShape,
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 
     from vllm_sched.sim.fleet.figures import FlowResult
     from vllm_sched.sim.planning.question import PlanQuestion
+    from vllm_sched.sim.planning.trials import TrafficStats
 
 SAME: Final = 0.04  # rates this close are equal
 MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate
 MAX_FINALISTS: Final = 3  # per family, plus the best of each policy that is close
 BOUNDARY_QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 MAX_ROUGH_RUNS: Final = 24
-# Ratio of two rough rates after a guess, and after another fleet's rate.
-WIDE_STEP, NARROW_STEP = 1.6, 1.25
+WIDE_STEP: Final = 1.6  # ratio of two rough rates after a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class ServedRate:
     def spread(self) -> tuple[float, float]:
         shares = self.shares or (self.run.all.share,)
         return min(shares), max(shares)
+
+    def likely_with(self, change: int) -> float:
+        """Return the rate with `change` more workers, if it grows with their number."""
+        return self.rate * (1 + change / self.shape.workers)
 
 
 class FleetSearch:
@@ -73,26 +78,30 @@ class FleetSearch:
         run = self.trials.play(shape, rate, fine=True, draw=draw)
         return run if self.trials.is_good_enough(run, strict=False) else None
 
-    def rate_of(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
-        """Return the rough rate by one draw, up to the compute bound; None if below `least`."""
+    def rate_of(
+        self, shape: FleetShape, start: float, *, least: float = 0.0, step: float = WIDE_STEP
+    ) -> ServedRate | None:
+        """Return the rough rate by one draw, up to the compute bound; None if below `least`.
+
+        `step` is the ratio of rates until one is too high.
+        """
         most = self._most(shape)
         if least > most:
             return None
         best: FlowResult | None = None
         low, high = 0.0, math.inf
-        factor = WIDE_STEP if start > least else NARROW_STEP
         rate = min(max(start, least), most)
         for _ in range(MAX_ROUGH_RUNS):
             if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
                 if high < math.inf or rate >= most:
                     break
-                rate = min(factor * rate, most)
+                rate = min(step * rate, most)
             else:
                 high = rate
                 if rate <= least or low:
                     break
-                rate = max(rate / factor, least)
+                rate = max(rate / step, least)
         if best is None:
             return None
         while high / low > MAX_ROUGH_RATIO and high < math.inf:
@@ -103,9 +112,11 @@ class FleetSearch:
                 high = rate
         return ServedRate(shape, low, best)
 
-    def judge(self, shape: FleetShape, start: float, *, least: float = 0.0) -> ServedRate | None:
-        """Return the rate by all judging draws; None if below `least`."""
-        most = self._most(shape)
+    def judge(
+        self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
+    ) -> ServedRate | None:
+        """Return the rate by all judging draws, up to `most`; None if below `least`."""
+        most = min(most, self._most(shape))
         if least > most:
             return None
         # If an idle worker misses the targets, so does every lower rate.
@@ -130,34 +141,7 @@ class FleetSearch:
         check_feasible(self.trials)
 
     def traffic_seen(self) -> TrafficHints:
-        traffic, machine = self.trials.traffic, self.question.machine
-        prompt_machine = self.question.prompt_machine
-        time, prompt_time = (
-            each.time.near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
-        )
-        largest = traffic.totals[-1]
-        boundaries: dict[int, float] = {}
-        for share in BOUNDARY_QUANTILES:
-            limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
-            if traffic.totals[0] <= limit < min(largest, machine.max_model_len):
-                boundaries[limit] = traffic.above(limit)
-        prefill = prompt_machine.gpus * capacity_bound.prefill_work(
-            prompt_time, traffic.prompt, prompt_machine.max_num_batched_tokens
-        )
-        steps = max(traffic.output - 1, 0)
-        # A decode step is shared by a few tens of requests.
-        decode = (
-            machine.gpus
-            * steps
-            * (time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32)
-        )
-        whole = prefill + decode
-        return TrafficHints(
-            boundaries=boundaries,
-            prefill_share=prefill / whole if whole else 0.5,
-            gpus=machine.gpus,
-            prefill_gpus=prompt_machine.gpus,
-        )
+        return _hints(self.question, self.trials.traffic)
 
     def family(self, family: str, gpus: int) -> list[ServedRate]:
         """Return the judged fleets of a family, best first."""
@@ -184,14 +168,18 @@ class FleetSearch:
         with self.progress.part(0.5, 1.0):
             return found + self._keep_best(again, _most(found) or floor)
 
-    def _keep_best(self, tried: list[FleetShape], floor: float = 0.0) -> list[ServedRate]:
+    def _keep_best(
+        self, tried: list[FleetShape], floor: float = 0.0, *, likely: float = 0.0
+    ) -> list[ServedRate]:
         """Return rough rates, without those of fleets below `floor` or the best of them."""
         found: list[ServedRate] = []
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
             least = max(_most(found), floor) * (1 - SAME)
-            start = least or self.trials.worker_rate * shape.workers * 0.5
-            if (served := self.rate_of(shape, start, least=least)) is not None:
+            known = least or likely
+            start = known or self.trials.worker_rate * shape.workers * 0.5
+            step = MAX_ROUGH_RATIO if known else WIDE_STEP
+            if (served := self.rate_of(shape, start, least=least, step=step)) is not None:
                 found.append(served)
                 gpus = self._gpus(shape)
                 self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
@@ -209,8 +197,8 @@ class FleetSearch:
             least, start = floor, self._likely_rate(each)
             if best is not None:
                 simpler = _order_by_simplicity(each)[:2] < _order_by_simplicity(best)[:2]
-                least = best.rate * (1 - SAME if simpler else 1 + SAME)
-                start = start if simpler else least
+                least = max(best.rate * (1 - SAME if simpler else 1 + SAME), floor)
+                start = best.rate if simpler else least
             again = self.judge(each.shape, start, least=least)
             if again is not None:
                 judged.append(again)
@@ -222,8 +210,8 @@ class FleetSearch:
         is_highest = rough.rate >= self._most(rough.shape)
         return rough.rate if is_highest else rough.rate / MAX_ROUGH_RATIO
 
-    def _judge_family(self, rough: list[ServedRate]) -> list[ServedRate]:
-        found = self._judge_finalists(rough)
+    def _judge_family(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
+        found = self._judge_finalists(rough, floor)
         return rank_fleets(
             [*found, *(each for best in found[:1] for each in self._thresholds(best))]
         )
@@ -243,23 +231,30 @@ class FleetSearch:
         wanted = targets.itl or targets.tpot
         return 100 if wanted is None else max(round(wanted * 1000), 1)
 
-    def best(self, gpus: int) -> list[ServedRate]:
-        """Return the best fleet of each family, best first.
+    def best(self, gpus: int, floor: float = 0.0) -> list[ServedRate]:
+        """Return the best fleet of each family, best first; none if all are below `floor`.
 
-        A family that is far from the best is judged by fewer runs.
+        Families behind the best are judged by fewer runs.
         """
         families = self.question.families
         with self.progress.part(0.0, 0.5):
             rough = [self.rough_rates(family, gpus) for family in self.progress.each(families)]
         promising = sorted(filter(None, rough), key=lambda found: -_most(found))
         judged: list[ServedRate] = []
-        far: list[ServedRate] = []
-        with self.progress.part(0.5, 1.0):
+        behind: list[list[ServedRate]] = []
+        with self.progress.part(0.5, 0.9):
             for found in self.progress.each(promising):
-                if _most(found) * MAX_ROUGH_RATIO < _most(judged) * (1 - SAME):
-                    far += self._judge_quickly(found)
-                else:
-                    judged += self._judge_family(found)[:1]
+                near = max(_most(judged) * (1 - SAME), floor)
+                may_reach = _most(found) * MAX_ROUGH_RATIO >= near
+                reached = self._judge_family(found, near)[:1] if may_reach else []
+                judged += reached
+                if not reached:
+                    behind.append(found)
+        far: list[ServedRate] = []
+        if judged:
+            with self.progress.part(0.9, 1.0):
+                for found in self.progress.each(behind):
+                    far += self._judge_quickly(found, _most(judged) * (1 - SAME))
         return rank_fleets(judged) + rank_fleets(far)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
@@ -269,23 +264,37 @@ class FleetSearch:
         return list(best.values())
 
     def with_one_fewer(self, served: ServedRate) -> ServedRate | None:
-        return next(iter(self._rate_of_size(served, -1, 0.0)), None)
+        return self._of_next_size(served, -1, 0.0)
 
     def with_one_more(self, served: ServedRate) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
-        found = self._rate_of_size(served, 1, served.rate)
-        return next((each for each in found if each.rate > served.rate), None)
+        found = self._of_next_size(served, 1, served.rate)
+        return found if found and found.rate > served.rate else None
 
-    def _rate_of_size(self, served: ServedRate, change: int, floor: float) -> list[ServedRate]:
+    def _of_next_size(self, served: ServedRate, change: int, floor: float) -> ServedRate | None:
+        """Choose the similar fleet that serves the hardest draw best, and judge it."""
+        start = served.likely_with(change)
+        least = floor or start * IDLE_LOAD
+        best: FleetShape | None = None
         with self.progress.part(0.0, 0.5):
-            rough = self._keep_best(self._similar_fleets(served.shape, change), floor)
+            for shape in self.progress.each(self._similar_fleets(served.shape, change)):
+                self.progress.note(str(shape))
+                most = self._most(shape)
+                found = self._judge.highest(shape, start, least=least, most=most, hardest=True)
+                if found is not None:
+                    best, start, least = shape, found.rate, found.rate * (1 + SAME)
         with self.progress.part(0.5, 1.0):
-            return self._judge_finalists(rough, floor)
+            return None if best is None else self.judge(best, start, least=floor)
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
-        rough = self._quick._keep_best(self._similar_fleets(served.shape, change))
-        return next(iter(self._judge_quickly(rough)), None)
+        quick, likely = self._quick, served.likely_with(change)
+        similar = self._similar_fleets(served.shape, change)
+        # Small fleets may need another policy.
+        similar += [replace(each, policy=self.question.policies[-1]) for each in similar]
+        rough = quick._keep_best(list(dict.fromkeys(similar)), likely=likely)
+        best = max(rough, key=lambda each: each.rate, default=None)
+        return best and quick.judge(best.shape, likely)
 
     @cached_property
     def _quick(self) -> FleetSearch:
@@ -295,10 +304,10 @@ class FleetSearch:
         quick = replace(question, effort=question.effort * QUICK_EFFORT, draws=draws)
         return FleetSearch(quick, self.progress)
 
-    def _judge_quickly(self, rough: list[ServedRate]) -> list[ServedRate]:
-        """Judge the fleet with the highest rough rate."""
-        best = max(rough, key=lambda each: each.rate, default=None)
-        found = best and self._quick.judge(best.shape, best.rate)
+    def _judge_quickly(self, rough: list[ServedRate], most: float) -> list[ServedRate]:
+        """Judge the fleet with the highest rough rate, up to `most`."""
+        best = max(rough, key=lambda each: each.rate)
+        found = self._quick.judge(best.shape, best.rate, most=most)
         return [found] if found else []
 
     def serving(self, gpus: int, rate: float) -> ServedRate | None:
@@ -329,7 +338,43 @@ class FleetSearch:
             replace(each, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
             for each in shapes(shape.family, gpus, seen, shape.itl_ms)
         ]
-        return list(dict.fromkeys([*nearest, *others]))
+        found = list(dict.fromkeys([*nearest, *others]))
+        if found or self.question.prefill_machine is not None:
+            return found
+        # Several pools need several workers.
+        policy = self.question.policies[-1]
+        pools = shapes(ONE_POOL, gpus, seen, shape.itl_ms)
+        return [replace(each, policy=policy) for each in pools]
+
+
+def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
+    machine, prompt_machine = question.machine, question.prompt_machine
+    time, prompt_time = (
+        each.time.near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
+    )
+    largest = traffic.totals[-1]
+    boundaries: dict[int, float] = {}
+    for share in BOUNDARY_QUANTILES:
+        limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
+        if traffic.totals[0] <= limit < min(largest, machine.max_model_len):
+            boundaries[limit] = traffic.above(limit)
+    prefill = prompt_machine.gpus * capacity_bound.prefill_work(
+        prompt_time, traffic.prompt, prompt_machine.max_num_batched_tokens
+    )
+    steps = max(traffic.output - 1, 0)
+    # A decode step is shared by a few tens of requests.
+    decode = (
+        machine.gpus
+        * steps
+        * (time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32)
+    )
+    whole = prefill + decode
+    return TrafficHints(
+        boundaries=boundaries,
+        prefill_share=prefill / whole if whole else 0.5,
+        gpus=machine.gpus,
+        prefill_gpus=prompt_machine.gpus,
+    )
 
 
 def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
