@@ -296,21 +296,6 @@ def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(make_all:
     assert min(standings) >= 1e6
 
 
-def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_all: MakeGroup) -> None:
-    group = group_of(make_all, TenantSpec("t"), TenantSpec("u"), max_requests=1)
-    leases = [placed(submit(group, 1, "u"))]
-    tenant(group, 1, "u").charge(1e6)
-    waits(submit(group, 1, "u"))
-    group.routers[1].leases.finish(leases[0], group.now, Outcome.DONE)
-    assert len(group.routers[1].pop_due(group.now)) == 1
-    group.end_turn()
-    group.read_all()
-    waits(submit(group, 0, "t"))
-    assert tenant(group, 0, "t").standings[Rank.STANDARD] >= 1e6
-    group.read_all()
-    assert tenant(group, 1, "t").standings == tenant(group, 0, "t").standings
-
-
 def start_flood(make_group: MakeGroup) -> VirtualGroup:
     """Let a tenant run and wait in process 0, with 5,000 tokens settled and a million estimated."""
     group = group_of(make_group, *map(TenantSpec, ("flood", "small")), max_requests=2)
@@ -432,15 +417,6 @@ def test_only_changed_tenants_are_read(
     group.now += FULL_READ_INTERVAL_S
     group.sharings[1].take_in_charges(group.now)
     assert len(rows) == 202, "a full read finds missed changes"
-
-
-def test_tenant_added_later_starts_without_charges(make_all: MakeGroup) -> None:
-    group = group_of(make_all, TenantSpec("t"))
-    placed(submit(group, 0))
-    group.set_tenants(TenantSpec("t"), TenantSpec("u", limits=Limits(concurrency=1)))
-    placed(submit(group, 0, "u"))
-    assert refused(submit(group, 1, "u")).status == 429
-    placed(submit(group, 1, "t"))
 
 
 @pytest.mark.plain("replaces a part")
