@@ -146,15 +146,6 @@ def test_full_queue_and_wait_timeout_are_429() -> None:
     assert router.pop_due(7.0) == []
 
 
-def test_requests_wait_for_a_busy_worker() -> None:
-    router = router_of(spec("a"))
-    lease = placed(router.submit(ask(), 0.0))
-    router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
-    ticket = waits(router.submit(ask(), 0.1))
-    assert router.pop_due(1.9) == []
-    assert [t for t, _ in router.pop_due(2.0)] == [ticket]
-
-
 # Retries
 
 
