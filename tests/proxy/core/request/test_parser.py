@@ -122,6 +122,11 @@ def test_unknown_model_is_503_until_all_workers_have_listed_models() -> None:
     assert refused(read(router, chat("x", model="other"))).status == 404
 
 
+@pytest.mark.parametrize("model", [1, ["m"], {"m": 1}, True])
+def test_model_that_is_no_string_is_400(model: object) -> None:
+    assert refused(read(router_of(spec("w")), chat("x", model=model))).status == 400
+
+
 @pytest.mark.parametrize(
     ("fields", "start"),
     [
