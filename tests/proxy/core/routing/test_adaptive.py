@@ -123,6 +123,15 @@ def test_total_of_a_score_is_the_sum_of_its_parts() -> None:
         assert score.harm_s >= -1e-12
 
 
+def test_large_fleet_is_loaded_evenly() -> None:
+    count = MAX_UNRANKED * 3
+    router = router_of(*(spec(f"w{i}") for i in range(count)))
+    for i in range(count * 4):
+        placed(router.submit(ask(500), i / 1000))
+    loads = [worker.requests for worker in router.fleet.roster]
+    assert max(loads) - min(loads) <= 1
+
+
 def test_prefix_holder_is_found_in_a_large_fleet() -> None:
     router = router_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED * 3)))
     info = sized(router, chat("x" * 40_000, max_tokens=10))
