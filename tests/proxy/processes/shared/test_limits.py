@@ -296,6 +296,21 @@ def test_returning_tenant_is_lifted_to_waiting_ones_of_other_processes(make_all:
     assert min(standings) >= 1e6
 
 
+def test_new_tenant_is_lifted_to_the_last_waiting_one_of_any_process(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t"), TenantSpec("u"), max_requests=1)
+    leases = [placed(submit(group, 1, "u"))]
+    tenant(group, 1, "u").charge(1e6)
+    waits(submit(group, 1, "u"))
+    group.routers[1].leases.finish(leases[0], group.now, Outcome.DONE)
+    assert len(group.routers[1].pop_due(group.now)) == 1
+    group.end_turn()
+    group.read_all()
+    waits(submit(group, 0, "t"))
+    assert tenant(group, 0, "t").standings[Rank.STANDARD] >= 1e6
+    group.read_all()
+    assert tenant(group, 1, "t").standings == tenant(group, 0, "t").standings
+
+
 def start_flood(make_group: MakeGroup) -> VirtualGroup:
     """Let a tenant run and wait in process 0, with 5,000 tokens settled and a million estimated."""
     group = group_of(make_group, *map(TenantSpec, ("flood", "small")), max_requests=2)
