@@ -146,31 +146,7 @@ def test_full_queue_and_wait_timeout_are_429() -> None:
     assert router.pop_due(7.0) == []
 
 
-def test_waiting_requests_are_503_if_no_worker_is_left() -> None:
-    router = router_of(spec("a", most=1))
-    placed(router.submit(ask(), 0.0))
-    waits(router.submit(ask(), 0.0))
-    take_down(router.fleet, "a")
-    assert refused(pop_one(router, 1.0)[1]).status == 503
-
-
-def test_requests_wait_for_a_busy_worker() -> None:
-    router = router_of(spec("a"))
-    lease = placed(router.submit(ask(), 0.0))
-    router.leases.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
-    ticket = waits(router.submit(ask(), 0.1))
-    assert router.pop_due(1.9) == []
-    assert [t for t, _ in router.pop_due(2.0)] == [ticket]
-
-
 # Retries
-
-
-def test_attempts_per_request_are_bounded() -> None:
-    router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
-    placed(router.submit_again(ask(), 0.0, Attempts(workers_named(router, "a"))))
-    third = router.submit_again(ask(), 0.0, Attempts(workers_named(router, "a", "b")))
-    assert refused(third).status == 502
 
 
 def test_retries_of_all_requests_are_bounded() -> None:
@@ -433,20 +409,6 @@ def test_explain_refusal_names_the_reserve() -> None:
     placed(router.submit(ask(10), 1.0))
     assert notes(router, ask(10), 1.0) == {"s": "full", "l": "reserved for long requests"}
     assert "reserved for long requests" in refused(router.placer.explain(ask(10), 1.0)).message
-
-
-def test_decisions_are_counted_by_reason() -> None:
-    router = router_of(spec("s", SHORT, 8192, most=1), queue_requests=1)
-    placed(router.submit(ask(), 0.0))
-    waits(router.submit(ask(), 0.0))
-    refused(router.submit(ask(), 0.0))
-    refused(router.submit(ask(10_000), 0.0))
-    assert router.placer.decisions == {
-        (MODEL, Reason.SHORT_POOL): 1,
-        (MODEL, Reason.FLEET_FULL): 1,
-        (MODEL, Reason.QUEUE_FULL): 1,
-        (MODEL, Reason.TOO_LONG): 1,
-    }
 
 
 # Reloads

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from proxy.core.model.role import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Client, chat, get, request
@@ -81,22 +78,6 @@ async def test_error_names_only_a_few_of_many_models(start: Start, all_up: bool)
         assert MANY_MODELS[10][:10] not in message
         assert " more" in message
         assert len(answer.body) < 4096
-
-
-async def test_chats_without_usage_keep_size_estimates_sound(start: Start) -> None:
-    short, long = Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG, max_model_len=131_072)
-    site = await start(short, long, router={"policy": "length"})
-    tiny = {"choices": [], "usage": scripts.usage(36, 10)}
-    site.always(scripts.answer(200, json.dumps(tiny).encode()))
-    assert (await site.ask(chat("hi"))).status == 200
-    site.always(scripts.stream(12))
-    answer = await site.ask(chat("a fox jumps " * 1700, b"X-Explain: 1", stream=True))
-    assert answer.one(b"x-route").startswith(b"s0;")
-    last, first = site.metrics.recent.newest(2)
-    assert last.prompt_tokens == pytest.approx(36 + 20_400 / 4, rel=0.05)
-    assert (last.counted, first.counted) == (False, False)
-    learnt = site.router.sizer.learnt("tiny", "chat/completions")
-    assert learnt.output == 11  # the mean of both; events of the second are counted
 
 
 async def test_router_answers_its_own_paths(site: Site) -> None:

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from proxy.core.fleet.charges import Fleet, _estimate_remaining
+from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.feedback import update_breaker
@@ -83,14 +83,6 @@ def test_requests_without_compute_do_not_change_the_pace(fleet: Fleet, worker: W
     assert (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at) == known
     assert worker.pace.prefills == 0
     assert (worker.requests, worker.prefill_tokens) == (1, 20_000)
-
-
-@pytest.mark.parametrize("info", [ask(1000, None, generates=False), ask(0, 50)])
-def test_first_token_of_a_prefill_teaches_the_pace(
-    fleet: Fleet, worker: Worker, info: RequestInfo
-) -> None:
-    fleet.record_first_token(charge(fleet, info), 1.0)
-    assert worker.pace.prefills == 1
 
 
 @pytest.mark.parametrize(("limit", "steps", "left"), [
@@ -197,18 +189,6 @@ def test_move_transfers_all_charges_of_a_decode_leg() -> None:
     assert lease.worker is other
     fleet.release(lease)
     assert idle([prefill, decode, other])
-
-
-@pytest.mark.parametrize(
-    ("seen", "limit", "samples", "extra"),
-    [(50, None, 1, 50), (60, None, 1, 40), (50, 80, 1, 30), (80, 80, 1, 0), (100, 80, 2, 60)],
-)
-def test_longer_answer_is_expected_to_double_up_to_its_limit(
-    seen: int, limit: int | None, samples: int, extra: int
-) -> None:
-    request = ask(100, limit, samples=samples)
-    request.expected_output = 50
-    assert _estimate_remaining(request, seen) == extra
 
 
 @pytest.mark.parametrize("generates", [True, False])

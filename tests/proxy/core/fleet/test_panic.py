@@ -24,8 +24,6 @@ from tests.proxy.core.making import (
     worker_of,
 )
 
-RUNS_S, BREAKS_AFTER_S = 0.1, 0.05
-
 
 def open_breaker(
     router: Router, name: str, now: float = 0.0, times: int = FAILURES_TO_OPEN

@@ -90,15 +90,6 @@ def test_forgetting_many_workers_scans_the_blocks_once(journal: bool) -> None:
     assert (index.scans, tree.scans) == (int(journal), int(not journal))
 
 
-def test_expected_blocks_beside_a_journal_are_bounded() -> None:
-    index = PrefixIndex(generation=1000)
-    for worker in range(7):
-        index.follow(worker)
-    for i in range(0, 20_000, 50):
-        index.record(tuple(range(i, i + 50)), i % 7)
-        assert len(index) <= 2 * (1000 + 50)
-
-
 def test_expected_blocks_beside_a_journal_take_less_than_20_mb() -> None:
     index = PrefixIndex()
     index.follow(999)

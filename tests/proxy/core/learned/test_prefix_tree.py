@@ -8,9 +8,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.learned.prefix_index import BLOCKS, COVERED
+from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.learned.prefix_tree import PrefixNode, PrefixTree
-from tests.present import present
 
 ALL = 96  # blocks
 # Where a prompt leaves the path of the one before it, and where it ends.
@@ -60,19 +59,6 @@ def check_agreement(
     assert tree.tokens == sum(sizes[block] for block, number in holders.items() if number)
     more = {block: number - 1 for block, number in holders.items() if number > 1}
     assert tree.saved == sum(sizes[block] * number for block, number in more.items())
-
-
-def test_node_splits_where_another_prompt_branches_off() -> None:
-    tree = PrefixTree()
-    long = tuple(range(ALL))
-    node, _ = tree.add_request(long, 0.25)
-    assert (node.begin, node.end) == (0, ALL)
-    other, found = tree.add_request((*long[:30], -1, -2), 0.25)
-    assert found == COVERED[30] // 4
-    assert other.above is node.above
-    assert (present(node.above).end, node.begin, other.begin) == (30, 30, 30)
-    tree.release(node)
-    assert tree.tokens == COVERED[32] // 4
 
 
 def test_first_holder_sets_the_tokens_per_byte_of_a_block() -> None:

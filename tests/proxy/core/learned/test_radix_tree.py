@@ -109,14 +109,6 @@ def test_least_recently_sent_session_is_evicted_after_its_common_beginning_is_sh
     assert matched(tree, common + OLD_SESSION) == {0: 13, 1: 3}
 
 
-def test_prompt_that_grows_stays_one_node() -> None:
-    tree = RadixTree()
-    for turn in range(1, 21):
-        assert tree.record(tuple(range(turn * 15)), 3)
-    assert (tree.nodes, tree.hashes) == (1, 300)
-    assert not tree.record(tuple(range(100)), 3)
-
-
 def test_hidden_workers_do_not_match() -> None:
     tree = RadixTree()
     tree.record((1, 2), 0)

@@ -430,12 +430,6 @@ def test_batch_waits_for_an_idle_prefill_worker() -> None:
     assert placed(answer).prefill is not None
 
 
-def test_each_sample_is_charged() -> None:
-    router, owner = router_of(spec("w")), tenant(tokens_per_minute=1000)
-    placed(router.submit(ask_of(owner, 100, 50, samples=3), 0.0))
-    assert (tokens_left(owner), owner.virtual) == (750, 400)
-
-
 @pytest.mark.parametrize(("error", "about"), [(0, ""), (20, "about ")])
 def test_refusal_marks_an_estimated_size_with_about(error: int, about: str) -> None:
     router, owner = router_of(spec("w", limit=1000)), tenant(max_prompt_tokens=100)

@@ -126,18 +126,6 @@ def test_service_differs_by_requests_in_flight_if_output_is_unknown(
         assert abs(service["a"] - service["b"]) <= worst * (slots * 3 + 1)
 
 
-def test_idle_tenant_saves_no_share() -> None:
-    bench, busy, lazy = QueueBench(), tenant("busy"), tenant("lazy")
-    for _ in range(300):
-        bench.push(ask_of(busy))
-    for ticket in bench.place(200):  # they end as estimated
-        busy.settle(ticket.ask.bill.unsettled, STANDARD)
-    for _ in range(50):
-        bench.push(ask_of(lazy))
-    bench.place(20)
-    assert Counter(bench.names()[-20:])["lazy"] in (10, 11), "equal shares from now on"
-
-
 def test_share_of_shorts_does_not_reduce_the_share_of_longs() -> None:
     """A tenant whose shorts never wait keeps its share for longs."""
     workers = spec("s", SHORT, 1000), spec("l", LONG, 10_000, most=1)
@@ -239,33 +227,6 @@ def test_wait_of_a_class_is_its_age_and_two_slots_at_most(
         bench.place()
     assert "patient" in bench.names()
     assert age <= bench.now <= age + (4 if len(floods) > 1 else 2) * pause + 1e-6
-
-
-def test_aged_classes_share_the_aged_turns() -> None:
-    bench = QueueBench()
-    crowds = [tenant(rank.name, rank=rank) for rank in Rank]
-    for _ in range(50):
-        for crowd in crowds[1:]:
-            bench.push(ask_of(crowd))
-    bench.now = SETTINGS.batch_age_s + 1
-    for _ in range(30):
-        bench.push(ask_of(crowds[0]))
-    for _ in range(40):
-        bench.place()
-    assert Counter(bench.names()) == {"INTERACTIVE": 20, "STANDARD": 10, "BATCH": 10}
-
-
-def test_ahead_of_counts_the_requests_served_before() -> None:
-    bench = QueueBench()
-    a, b, c = tenant("a"), tenant("b"), tenant("c", rank=INTERACTIVE)
-    for _ in range(10):
-        bench.push(ask_of(a))
-    for _ in range(3):
-        bench.push(ask_of(c))
-    assert bench.queue.ahead_of(ask_of(a), bench.now) == 13
-    assert bench.queue.ahead_of(ask_of(b), bench.now) == 4, "one of a's, and all of c's"
-    assert bench.queue.ahead_of(ask_of(c), bench.now) == 3
-    assert bench.queue.ahead_of(ask_of(b, model="other"), bench.now) == 0
 
 
 def test_any_ahead_of_ignores_lower_classes() -> None:

@@ -88,12 +88,6 @@ def test_the_space_at_the_end_of_a_chat_is_generated_again() -> None:
     assert (only.body, only.space, only.tokens) == (body, "\n", 0)
 
 
-def test_a_prompt_ends_with_the_text() -> None:
-    found = continued({"prompt": 'say "é', "max_tokens": 9}, PROMPT, '\\"x ', 2)
-    assert json.loads(found.body) == {"prompt": 'say "é\\"x ', "max_tokens": 7}
-    assert (found.space, found.tokens) == ("", 2)
-
-
 @pytest.mark.parametrize("tokens", [9, 10])
 def test_no_token_is_left(tokens: int) -> None:
     for name in ("max_tokens", "max_completion_tokens"):

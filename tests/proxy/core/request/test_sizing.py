@@ -24,29 +24,6 @@ def size(
     return (sizer or Sizer()).estimate(route(path), "m", body, 1000, "id")
 
 
-@pytest.mark.parametrize("first", [1, 200])
-def test_short_chats_do_not_inflate_the_estimate_of_a_long_chat(first: int) -> None:
-    sizer = Sizer()
-    for _ in range(first):
-        sizer.learn(size(chat("hi"), sizer=sizer), Usage(36, 10))
-    text = "The quick brown fox jumps over the lazy dog. " * 444
-    ask = size(chat(text), sizer=sizer)
-    assert ask.prompt_tokens == pytest.approx(4444 + 36, rel=0.3)
-    assert abs(ask.prompt_tokens - 4480) <= ask.prompt_error
-    assert size(chat("hi"), sizer=sizer).prompt_tokens == pytest.approx(36, abs=2)
-
-
-def test_unprinted_tools_do_not_shrink_the_estimate_of_text() -> None:
-    sizer = Sizer()
-    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(99)]
-    for _ in range(2):
-        sizer.learn(size(chat("weather?", tools=tools), sizer=sizer), Usage(12, 5))
-    ask = size(chat("The quick brown fox jumps over the lazy dog. " * 4000), sizer=sizer)
-    assert ask.prompt_tokens == pytest.approx(40_000, rel=0.3)
-    assert abs(ask.prompt_tokens - 40_000) <= ask.prompt_error
-    assert size(chat("x", tools=tools)).least_prompt == 0
-
-
 def test_count_and_usage_of_one_prompt_teach_once() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 8000), sizer=sizer)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from proxy.core.learned.media_tokens import IMAGE_TOKENS, VIDEO_TOKENS
+from proxy.core.learned.media_tokens import IMAGE_TOKENS
 from proxy.core.model.route_table import PromptFields
 from proxy.core.request.token_estimate import (
     BYTES_OF_A_TOKEN,
@@ -110,20 +110,6 @@ def test_extent_of_each_shape(
 ) -> None:
     found = measure(shape, body)
     assert {name: getattr(found, name) for name in extent} == extent
-
-
-@pytest.mark.parametrize(
-    ("part", "tokens"),
-    [
-        ({"image_url": PICTURE}, IMAGE_TOKENS),
-        ({"type": None, "image_url": {"url": PICTURE}, "uuid": "a"}, IMAGE_TOKENS),
-        ({"video_url": PICTURE}, VIDEO_TOKENS),
-        ({"type": "prompt_embeds", "data": "A" * 9 * EMBEDDED_BYTES}, 10),
-    ],
-)
-def test_media_parts_are_recognised_by_their_keys(part: dict[str, Any], tokens: int) -> None:
-    extent = measure(PromptFields.CHAT, chat([part]))
-    assert (extent.text, extent.tokens, extent.guessed) == (0, TEMPLATE + tokens, tokens)
 
 
 def test_examined_prompt_embeds_are_limited() -> None:

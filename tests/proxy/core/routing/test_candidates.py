@@ -179,25 +179,6 @@ def test_estimate_of_a_stored_response_refuses_no_request() -> None:
     assert later.fields is None, "its output limit stays"
 
 
-def test_chain_of_stored_responses_is_one_session() -> None:
-    router = three()
-    sessions = router.fleet.roster.sessions
-    first = ask(100)
-    first.chained = True
-    lease = placed(router.submit(first, 0.0))
-    router.leases.record_response_id(lease, "resp_1", 0.5)
-    router.leases.finish(lease, 1.0, Outcome.DONE)
-    session = lease.session
-    assert session is not None
-    second = ask(10)
-    second.chained, second.pinned, second.session = True, lease.worker.name, session.key
-    lease = placed(router.submit(second, 2.0))
-    router.leases.record_response_id(lease, "resp_2", 2.5)
-    router.leases.finish(lease, 3.0, Outcome.DONE)
-    assert (lease.session is session, lease.decision.turn) == (True, Turn.STAYED)
-    assert (len(sessions), second.session == session.key) == (1, False)
-
-
 def test_workers_with_equally_many_tokens_are_all_kept_beside_a_session() -> None:
     router, session = three(), Session(5, 0.0)
     session.add_visit(Visit(2, worker_of(router, "w2").up_since, 500, 0))

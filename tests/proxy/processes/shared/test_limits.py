@@ -434,15 +434,6 @@ def test_only_changed_tenants_are_read(
     assert len(rows) == 202, "a full read finds missed changes"
 
 
-def test_tenant_added_later_starts_without_charges(make_all: MakeGroup) -> None:
-    group = group_of(make_all, TenantSpec("t"))
-    placed(submit(group, 0))
-    group.set_tenants(TenantSpec("t"), TenantSpec("u", limits=Limits(concurrency=1)))
-    placed(submit(group, 0, "u"))
-    assert refused(submit(group, 1, "u")).status == 429
-    placed(submit(group, 1, "t"))
-
-
 @pytest.mark.plain("replaces a part")
 def test_more_tenants_than_rows_are_logged(
     make_all: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -26,23 +26,8 @@ from proxy.processes.shared.process_sheet import ProcessSheet
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, SETTLE_S
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.present import present
-from tests.proxy.core.making import ask, idle, placed, refused, spec, waits
+from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.virtual_group import HostGroup, MakeGroup, VirtualGroup
-
-
-def test_processes_spread_load_like_one(make_processes: MakeGroup) -> None:
-    group = make_processes(3, *(spec(f"w{i}") for i in range(6)))
-    leases = [(i % 3, group.submit(i % 3)) for i in range(12)]
-    names = [lease.worker.name for _, lease in leases]
-    assert sorted(names[:6]) == sorted(names[6:]) == [f"w{i}" for i in range(6)]
-    group.read_all()
-    for router in group.routers:
-        assert [worker.requests for worker in router.fleet.roster] == [2] * 6
-    for index, lease in leases:
-        group.finish(index, lease)
-    group.read_all()
-    for router in group.routers:
-        assert idle(router.fleet.roster)
 
 
 @pytest.fixture
@@ -136,16 +121,6 @@ def test_charges_of_a_dead_process_are_released(make_group: MakeGroup) -> None:
     group.submit(1)
     worker = group.worker(1, "a")
     assert own(worker).requests == worker.requests == 1
-
-
-def test_restarted_process_sees_existing_load_and_breakers(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a"), spec("b"))
-    group.submit(0)
-    group.open_breaker(0, "a")
-    group.end_turn()
-    group.restart(1)
-    assert [worker.requests for worker in group.routers[1].fleet.roster] == [1, 0]
-    assert not group.worker(1, "a").breaker.closed
 
 
 def test_breaker_is_shared(make_all: MakeGroup) -> None:

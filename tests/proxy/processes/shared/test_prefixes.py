@@ -38,14 +38,6 @@ def test_conversation_stays_on_its_worker_in_any_process(make_all: MakeGroup) ->
             assert submit(group, index, prefix) == first
 
 
-def test_prefixes_of_other_processes_are_not_logged_again(make_group: MakeGroup) -> None:
-    group = make_group(2, *WORKERS)
-    submit(group, 0, (1, 2, 3))
-    group.read_all()
-    assert group.sharings[0].sheet.read_log(0)[0] == 4
-    assert group.sharings[1].sheet.read_log(0)[0] == 0
-
-
 def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
     group = make_all(3, *WORKERS)
     for number in range(12):

@@ -105,16 +105,6 @@ def test_one_of_two_equal_processes_evicts(make_processes: MakeGroup) -> None:
     assert [router.pop_due(group.now) for router in group.routers] == [[], [], []]
 
 
-def test_large_bodies_of_one_tenant_give_way_in_another_process(make_processes: MakeGroup) -> None:
-    group = make_processes(2, spec("a", most=1), queue_bytes=1000)
-    add_two_tenants(group)
-    large = [waits(submit(group, 1, "crowd", size=200)) for _ in range(5)]
-    waits(submit(group, 0, "single", size=10))
-    assert [ticket for ticket, _ in group.routers[1].pop_due(group.now)] == large[-1:]
-    group.end_turn()
-    assert refused(submit(group, 0, "single", size=600)).status == 429
-
-
 def test_request_above_the_limit_is_kept_if_the_queue_was_empty(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a", most=1), queue_tokens=200)
     add_two_tenants(group)
@@ -340,15 +330,6 @@ def test_turn_that_is_overtaken_awaits_its_own_process_s_request(make_group: Mak
     assert group.leases[ticket].worker.name == own.worker.name
 
 
-def test_short_and_long_requests_have_separate_orders(make_group: MakeGroup) -> None:
-    group = make_group(2, spec("a", most=1))
-    running = group.submit(0)
-    wait(group, 1, long=True)
-    short = wait(group, 0)
-    group.finish(0, running)
-    assert due(group, 0) == [short]
-
-
 def test_long_requests_of_other_processes_count_as_waiting(make_all: MakeGroup) -> None:
     group = make_all(2, spec("a", most=1))
     group.submit(0)
@@ -356,15 +337,3 @@ def test_long_requests_of_other_processes_count_as_waiting(make_all: MakeGroup) 
     group.read_all()
     assert group.routers[0].queue.count_waiting("m", long=True) == 1
     assert group.routers[0].queue.count_waiting("m", long=False) == 0
-
-
-def test_empty_queue_of_another_process_holds_nothing_back(make_all: MakeGroup) -> None:
-    group = make_all(2, spec("a", most=1))
-    running = group.submit(1)
-    ticket = wait(group, 0)
-    group.finish(1, running)
-    assert due(group, 0) == [ticket]
-    group.end_turn()
-    group.read_all()
-    assert group.queues[1].length == 0
-    assert not group.queues[1].has_higher_class(("m", "short"), 3)

@@ -132,21 +132,6 @@ def test_row_is_in_use_while_it_has_charges(table: SharedTable) -> None:
     assert sheet.read_load(3) == (WorkerLoad(), 0.0)
 
 
-def test_another_process_reads_and_writes_the_table(table: SharedTable) -> None:
-    code = (
-        "import sys; from proxy.processes.shared.shared_memory import SharedTable;"
-        "from proxy.core.fleet.remote_load import WorkerLoad;"
-        "t = SharedTable(int(sys.argv[1]), 3); s = t.sheet(2);"
-        "s.write_load(7, WorkerLoad(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5);"
-        "s.mark_changed(7)"
-    )
-    table.sheet(0).write_load(7, WorkerLoad(requests=41), 0.0)
-    os.set_inheritable(table.fd, True)
-    subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
-    assert table.sheet(2).changed_since(0) == (1, {7})
-    assert table.sheet(2).read_load(7) == (WorkerLoad(requests=42), 2.5)
-
-
 def test_concurrent_read_returns_one_version(table: SharedTable) -> None:
     code = (
         "import sys; from proxy.processes.shared.process_sheet import TenantRow;"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.processes.shared.process_sheet import BREAKS, LARGE, WAITING, ProcessSheet
+from proxy.processes.shared.process_sheet import BREAKS, WAITING, ProcessSheet
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.proxy.core.making import spec
@@ -46,14 +46,6 @@ def process() -> Iterator[Process]:
     table.close()
 
 
-def test_prompts_are_urgent_if_they_are_large(process: Process) -> None:
-    assert process.write(1, 100_000) == 0
-    process.sheet.write_count(LARGE, 1)
-    assert process.write(1, 100_000) == 1
-    process.table.awaits_urgent = True
-    assert process.write(1, 100_000) == 1
-
-
 def test_requests_are_compared_with_the_last_update(process: Process) -> None:
     assert process.write(1) == 0
     process.table.sent += 1
@@ -62,13 +54,6 @@ def test_requests_are_compared_with_the_last_update(process: Process) -> None:
     process.table.sent += 1
     assert process.write(2) == 1
     assert process.write(3) == 2
-
-
-def test_supervisor_is_woken_once(process: Process) -> None:
-    assert process.write(2) == 1
-    assert process.write(3) == 1  # it has not slept since
-    process.table.awaits_urgent = True
-    assert process.write(4) == 2
 
 
 @pytest.mark.parametrize(("hosts", "reports"), [(1, [0, 1]), (2, [1, 1])])

@@ -63,14 +63,6 @@ async def test_expect_continue_gets_100(site: Site, chunks: tuple[int, ...] | No
         assert call.all(b"expect") == []
 
 
-async def test_expect_continue_with_body_already_sent_is_served(site: Site) -> None:
-    client = await site.send(request(BODY, EXPECT))
-    answer = await client.answer()
-    if answer.status == 100:
-        answer = await client.answer()
-    assert answer.status == 200
-
-
 async def test_head_request_returns_no_body(site: Site) -> None:
     client = await site.client()
     for path in ("/health", "/ready", "/v1/models", "/metrics"):
@@ -91,14 +83,6 @@ async def test_http_1_0_needs_no_host_and_gets_no_100_continue(site: Site) -> No
     data = request(BODY, EXPECT, version="1.0").replace(b"Host: localhost\r\n", b"")
     await client.send(data)
     assert (await client.answer()).status == 200
-
-
-async def test_connection_close_header_is_honoured(site: Site) -> None:
-    client = await site.client()
-    answer = await client.ask(request(BODY, b"Connection: close"))
-    assert (answer.status, answer.one(b"connection").lower()) == (200, b"close")
-    assert await client.closed() == b""
-    assert site.fake.served[0].all(b"connection") in ([], [b"keep-alive"])
 
 
 async def test_idle_connection_is_closed_after_client_idle_s(site: Site) -> None:

@@ -118,23 +118,6 @@ async def test_half_open_breaker_lets_one_request_through(start: Start) -> None:
     assert await send_requests(site, 10) >= 4
 
 
-async def test_trial_abandoned_by_its_client_is_repeated(start: Start) -> None:
-    site = await start_failing(start, scripts.error(500))
-    await send_requests(site, 10)
-    site.fakes["w0"].always(scripts.stall)
-    site.skip(1.0)
-    tried = len(site.fakes["w0"].served)
-    clients = [await site.client() for _ in range(2)]
-    for client in clients:
-        await client.send(chat())
-    await site.fakes["w0"].got(tried + 1)
-    for client in clients:
-        client.close()
-    await site.settled()
-    site.fakes["w0"].always(scripts.answer())
-    assert await send_requests(site, 10) >= 4
-
-
 async def test_4xx_does_not_open_the_breaker(start: Start) -> None:
     site = await start_failing(start, scripts.error(400))
     site.fakes["w1"].always(scripts.error(400))
@@ -156,23 +139,6 @@ async def test_request_that_fails_everywhere_opens_no_breaker(start: Start) -> N
         assert (await site.ask(chat("poison"))).status == 500
         assert (await site.ask(chat())).status == 200
     assert all(worker.breaker.has_no_failures for worker in site.fleet.roster)
-
-
-async def test_500_of_the_only_worker_does_not_open_the_breaker(site: Site) -> None:
-    site.fake.then(*[scripts.error(500)] * 5)
-    assert [(await site.ask(chat())).status for _ in range(6)] == [500] * 5 + [200]
-
-
-async def test_all_breakers_open_returns_503_with_retry_after(start: Start) -> None:
-    site = await start(Fake("w0"), router={**ROUND_ROBIN, "panic_threshold": 0.0})
-    site.fake.always(scripts.error(502))
-    for _ in range(3):
-        assert (await site.ask(chat())).status == 502
-    answer = await site.ask(chat())
-    assert answer.status == 503
-    answer.error()
-    assert int(answer.one(b"retry-after")) >= 1
-    assert len(site.fake.served) == 3
 
 
 async def test_worker_that_is_well_again_is_tried_though_others_have_the_cache(

@@ -9,9 +9,8 @@ import pytest
 
 from proxy.core.model.role import Role
 from proxy.core.model.types import Usage
-from proxy.core.request.continuable import FIELD, NO_TOKENS, NO_WORKER, NOT_KEPT, OTHER_OUTPUT
+from proxy.core.request.continuable import FIELD, NO_TOKENS, OTHER_OUTPUT
 from tests.proxy.http import agent_streams
-from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.exchange.engines import (
     THREE,
@@ -86,13 +85,6 @@ async def test_other_space_than_the_first_worker_s_is_no_error(start: Start) -> 
     answer = await site.ask(engines.request())
     [[kind, text]] = agent_streams.read_chat(answer.body)[0]
     assert (kind, text) == ("content", "Hello\n\nthere")
-
-
-async def test_without_the_setting_it_ends_with_an_error(start: Start) -> None:
-    site, engines = await start(*TWO), TextEngines()
-    in_turn(site, engines.serve(dies_after=3))
-    await check_broken(await site.send(engines.request()))
-    assert len(engines.asked) == 1
 
 
 # Engines, tokens before the worker dies, fields of the request, and why the stream is lost.
@@ -193,34 +185,12 @@ async def test_a_completion_s_ignored_fields_have_no_effect(
     assert engines.asked[1] == {**engines.asked[0], "prompt": 'hiHello "w', "max_tokens": 13}
 
 
-async def test_no_other_worker_is_left(start: Start) -> None:
-    site, engines = await by_text(start, Fake("w0"))
-    in_turn(site, *[engines.serve(dies_after=3)] * 3)
-    await check_broken(await site.send(engines.request()))
-    assert site.metrics.lost_streams == {NO_WORKER: 1}
-
-
 async def test_a_drained_worker_s_streams_move(start: Start) -> None:
     site, engines = await by_text(start)
     streams = Paced(site, engines)
     await streams.begin(3, only_first=True)
     assert await drain(site, "w0") == (3, {})
     await streams.end()
-
-
-async def test_streams_without_a_setting_stay_on_a_drained_worker(start: Start) -> None:
-    site = await start(*TWO)
-    streams = Paced(site, TextEngines())
-    await streams.begin(2, only_first=True)
-    assert await drain(site, "w0", 0.1) == (0, {NOT_KEPT: 2})
-    await streams.end()
-
-
-async def test_an_engine_that_fails_under_its_server(start: Start) -> None:
-    site, engines = await by_text(start)
-    report = scripts.event({"error": {"message": "EngineCore encountered an issue", "code": 500}})
-    in_turn(site, engines.fail(3, report), engines.serve())
-    engines.check(await site.ask(engines.request()))
 
 
 async def test_prompt_of_the_request_is_unchanged_otherwise(start: Start) -> None:

@@ -60,12 +60,6 @@ async def test_panic_keeps_other_tenants_served(
     assert any("(routing.panic_threshold)" in message for message in messages)
 
 
-async def test_without_panic_other_tenants_are_not_served(start: Start) -> None:
-    site = await start_attacked(start, panic_threshold=0.0)
-    found = await send_mixed(site, 15)
-    assert found[200] < 0.5 * found.total()
-
-
 async def test_panic_shows_in_metrics_and_worker_state(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
     site.stand_still()

@@ -43,26 +43,6 @@ def retry_after(answer: Answer) -> int:
     return int(text)
 
 
-async def test_queued_requests_are_served_in_order(start: Start) -> None:
-    site, gate, clients = await start_full(start, 10)
-    gate.set()
-    await check_served(*clients)
-    texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
-    assert texts == [f"number {number}" for number in range(11)]
-
-
-async def test_full_queue_gets_429_with_retry_after(start: Start) -> None:
-    site, gate, clients = await start_full(start, 3, queue_requests=3)
-    client = await site.client()
-    answer = await client.ask(chat())
-    assert answer.status == 429
-    assert answer.error()["type"] == "rate_limit_error"
-    assert retry_after(answer) >= 1
-    gate.set()
-    await check_served(*clients)
-    assert (await client.ask(chat())).status == 200  # the connection stays open
-
-
 async def test_queue_wait_ends_after_queue_wait_s(start: Start) -> None:
     site, gate, (first, second, third) = await start_full(start, 2, queue_wait_s=10.0)
     site.stand_still()
@@ -78,15 +58,6 @@ async def test_queue_wait_ends_after_queue_wait_s(start: Start) -> None:
     gate.set()
     assert (await first.answer()).status == 200
     assert len(site.fake.served) == 1
-
-
-async def test_worker_not_yet_probed_gets_no_requests(start: Start) -> None:
-    site = await start(Fake("w0", up=False))
-    asking = asyncio.create_task(site.ask(chat()))
-    await eventually(lambda: len(site.router.queue) == 1)
-    assert site.fake.served == []
-    site.up("w0")
-    assert (await asking).status == 200
 
 
 async def test_queued_request_gets_503_when_its_worker_goes_down(start: Start) -> None:

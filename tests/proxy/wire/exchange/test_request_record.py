@@ -107,12 +107,6 @@ async def test_time_on_failed_workers_is_a_retry_phase(site: Site, metrics: Metr
     assert phases(metrics) == {"queue": 1.0, "retry": 2.0, "prefill": 1.0, "decode": 7.0}
 
 
-async def test_request_without_a_first_token_has_no_phases(site: Site, metrics: Metrics) -> None:
-    assert (await site.ask(chat())).status == 200
-    await site.settled()
-    assert phases(metrics) == {}
-
-
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("with_usage", [False, True])
 @pytest.mark.parametrize("gap_s", [0.0, 0.01])

@@ -228,14 +228,6 @@ async def test_spent_retry_budget_gets_502_with_retry_after(start: Start) -> Non
     assert "too many" in answer.error()["message"]
 
 
-async def test_x_explain_shows_a_retry(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    site.always(first_fails(scripts.reset))
-    answer = await site.ask(chat("hi", b"X-Explain: 1"))
-    assert b"reason=retry" in answer.one(b"x-route")
-    assert answer.one(b"x-route").startswith(site.served()[1].connection.worker.name.encode())
-
-
 # Failures of the router itself
 
 

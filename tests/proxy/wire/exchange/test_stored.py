@@ -66,12 +66,6 @@ async def test_stored_response_of_a_down_worker_gets_503(start: Start, retrieve:
     assert (await continue_response(site, holder)).json()["id"] == f"resp_{holder}"
 
 
-async def test_stored_response_is_served_by_a_draining_worker(start: Start) -> None:
-    site, holder = await store_response(start)
-    site.fleet.roster.drain(holder)
-    assert (await continue_response(site, holder)).json()["id"] == f"resp_{holder}"
-
-
 @pytest.mark.parametrize(
     "script", [scripts.error(500, "no"), scripts.raw(b"HTTP/1.1 200", end="reset")]
 )
@@ -83,15 +77,6 @@ async def test_failed_request_for_a_stored_response_is_not_retried(
     assert (await continue_response(site, holder)).status in (500, 502)
     other = "w1" if holder == "w0" else "w0"
     assert request_counts(site)[other] == 0
-
-
-async def test_stored_response_of_a_removed_worker_gets_404(start: Start) -> None:
-    site, holder = await store_response(start)
-    site.fleet.roster.remove(holder)
-    other = "w1" if holder == "w0" else "w0"
-    site.fakes[other].then(scripts.error(404, "no such response"))
-    assert (await continue_response(site, holder)).status == 404
-    assert request_counts(site)[other] == 1
 
 
 @pytest.mark.parametrize("by", ["header", "response"])

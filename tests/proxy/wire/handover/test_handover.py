@@ -140,32 +140,6 @@ async def test_other_routes_use_their_own_limit_field(here: Pairs, path: str, st
     assert decode == json.loads(body)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        b'"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "10.0.0.1"}',
-        b'"vllm_xargs": {"kv_transfer_params": "x"}',
-        b'"ec_transfer_params": {"peer": "10.0.0.1"}',
-    ],
-)
-@pytest.mark.parametrize("path", [CHAT, "/inference/v1/generate"])
-async def test_transfer_fields_of_a_client_are_refused(
-    start: Start, field: bytes, path: str
-) -> None:
-    here = await pairs(start)
-    body = chat_body()[:-1] + b", " + field + b"}"
-    answer = await ask(here, body, path=path)
-    assert answer.status == 400
-    assert "transfer_params" in answer.error()["message"]
-    assert here.legs() == []
-
-
-async def test_null_transfer_params_are_replaced(start: Start) -> None:
-    here = await pairs(start)
-    await here.check_served(kv_transfer_params=None)
-    assert here.kv.ends() == ["read"]
-
-
 async def test_concurrent_equal_prompts_are_prefilled_twice(start: Start) -> None:
     """The decode worker has the prompt's prefix only after the first transfer."""
     here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
@@ -230,13 +204,6 @@ async def test_allow_client_kv_transfer_passes_the_fields(start: Start) -> None:
     [call] = site.served()
     assert call.body == body
     assert call.all(b"x-request-id") == [ADDRESS_ID]
-
-
-async def test_request_with_allowed_transfer_fields_is_served_whole(start: Start) -> None:
-    here = await pairs(start, allow_client_kv_transfer=True)
-    body = chat_body(kv_transfer_params={"do_remote_decode": False})
-    assert (await ask(here, body)).status == 200
-    assert here.kinds() == ["whole"]
 
 
 async def test_request_id_that_names_addresses_is_replaced(site: Site) -> None:

@@ -190,15 +190,6 @@ async def test_prefill_worker_drains_until_its_blocks_are_read(here: Pairs, stre
 # Too few workers
 
 
-async def test_request_is_served_whole_when_both_prefill_workers_fail(start: Start) -> None:
-    here = await pairs(start)
-    here.kv.inject("prefill", Faults(before=scripts.reset), Faults(before=scripts.error(500)))
-    await here.check_served()
-    *legs, last = here.legs()
-    assert sorted(legs) == ["prefill p0", "prefill p1"]
-    assert last.startswith("whole d")
-
-
 async def test_undelivered_decode_leg_is_resent_unchanged(here: Pairs) -> None:
     """The only decode worker closes an idle connection as the leg is sent."""
     assert (await ask(here, chat_body())).status == 200

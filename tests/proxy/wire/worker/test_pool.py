@@ -16,7 +16,6 @@ from proxy.http.response_parser import ResponseHead
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker import connection as worker_connection
 from proxy.wire.worker.connection import (
-    MAX_IDLE_S,
     ConnectionPool,
     ResponseReceiver,
     WorkerConnection,
@@ -142,16 +141,6 @@ def test_last_used_open_connection_is_used_first(pool: ImmediatePool) -> None:
     assert pool.send_request()[1] is first
 
 
-def test_idle_connection_is_closed_before_the_worker_closes_it(pool: ImmediatePool) -> None:
-    _, connection, transport = pool.send_request()
-    connection.data_received(HEAD + b"abc")
-    assert connection.deadline == pool.now + MAX_IDLE_S
-    pool.sweep(pool.now + MAX_IDLE_S + 0.1)
-    assert transport.closed
-    assert not pool.idle
-    assert not pool.open
-
-
 @pytest.fixture
 def set_unacknowledged(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Return a function that sets how many sent bytes the kernel reports as unacknowledged."""
@@ -274,14 +263,6 @@ def test_caller_may_extend_the_first_byte_timeout(pool: ImmediatePool) -> None:
     assert (connection.deadline, listener.calls) == (197.0, [])
     pool.sweep(198.0)
     assert listener.calls == [WorkerError.TIMEOUT]
-
-
-@pytest.mark.parametrize("timeout_s", [7.0, 600.0, inf])
-def test_first_byte_timeout_is_set_by_the_caller(pool: ImmediatePool, timeout_s: float) -> None:
-    listener = Listener(timeout_s=timeout_s)
-    pool.send(pool.now, listener, (b"request",))
-    assert listener.connection is not None
-    assert listener.connection.deadline == pool.now + timeout_s
 
 
 def test_paused_connection_has_no_deadline(pool: ImmediatePool) -> None:
