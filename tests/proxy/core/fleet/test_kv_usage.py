@@ -82,6 +82,13 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     assert placed(router.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
+def test_worker_without_prefix_cache_is_charged_in_full() -> None:
+    router = make_router()
+    worker_of(router, "a").pace.missing = 1.0
+    answers = [agent(router, 0.0) for _ in range(40)]
+    assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
+
+
 # The worker's metrics page
 
 

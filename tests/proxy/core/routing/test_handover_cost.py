@@ -520,6 +520,22 @@ def test_transfer_time_is_learnt_per_pair() -> None:
         router.leases.finish(lease, 0.0, Outcome.MOOT)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_handover_avoids_a_full_decode_worker(rule: str) -> None:
+    router = make_router(decodes=2, disaggregate_above=100, policy=rule)
+    for name, prompts in (("d0", (30_000, 30_000)), ("d1", (50, 50, 50))):
+        worker_of(router, name).kv_capacity = 65_000
+        router.fleet.roster.drain(name, draining=False)
+        router.fleet.roster.drain("d1" if name == "d0" else "d0")
+        for prompt in prompts:  # d0 has fewer requests and less room
+            lease = placed(router.submit(ask(prompt), 0.0))
+            router.leases.end_prefill(lease, 1.0, None)
+            router.leases.record_first_token(lease, 1.0)
+    router.fleet.roster.drain("d0", draining=False)
+    for _ in range(3):
+        assert placed(router.submit(ask(5000), 2.0)).decision.route == "p0>d1"
+
+
 # Waiting for KV cache room
 
 
