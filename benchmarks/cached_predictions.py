@@ -212,13 +212,13 @@ def play(traffic: Sequence[tuple[str, Any]], block_tokens: int) -> dict[str, lis
         route = find("POST", f"/v1/{path}")
         assert isinstance(route, Route)
         body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-        ask = router.read(ReceivedRequest(route, body, b"application/json", str(now)))
-        assert isinstance(ask, RequestInfo)
-        lease = router.submit(ask, now)
+        info = router.read(ReceivedRequest(route, body, b"application/json", str(now)))
+        assert isinstance(info, RequestInfo)
+        lease = router.submit(info, now)
         assert isinstance(lease, Lease), lease
         predicted = lease.decision.cached_tokens
         cached = engine.serve(
-            prompt, output, name_of(ask.prefix, ask.prefix_bytes, ask.bytes_before)
+            prompt, output, name_of(info.prefix, info.prefix_bytes, info.bytes_before)
         )
         found[kind].append((predicted, cached))
         usage = Usage(len(prompt), len(output), cached)

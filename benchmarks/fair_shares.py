@@ -78,7 +78,7 @@ class Run:
             else:
                 self.finish(now, lease)
             for ticket, answer in self.router.pop_due(now):
-                self.start_or_refuse(now, ticket.ask, answer, now - ticket.since)
+                self.start_or_refuse(now, ticket.info, answer, now - ticket.since)
 
     def schedule(self, at: float, name: str, lease: Lease | None = None) -> None:
         """Add the arrival of a request, or the end of one that has a lease."""
@@ -109,7 +109,7 @@ class Run:
         self.schedule(first + STEP_S * (request.output_tokens or 0), name, answer)
 
     def finish(self, now: float, lease: Lease) -> None:
-        request = lease.ask
+        request = lease.info
         output = request.output_tokens or 0
         self.router.leases.record_tokens(lease, output)
         self.router.leases.finish(lease, now, Outcome.DONE, Usage(request.prompt_tokens, output))

@@ -133,9 +133,9 @@ def steps_ms(body: bytes) -> list[float]:
             goes_on = large.advance()
             times.append(time.thread_time() - begin)
         begin = time.thread_time()
-        ask = router.read(ReceivedRequest(route, body, b"application/json", "id", large=large))
-        if isinstance(ask, RequestInfo):
-            lease = router.submit(ask, number)
+        info = router.read(ReceivedRequest(route, body, b"application/json", "id", large=large))
+        if isinstance(info, RequestInfo):
+            lease = router.submit(info, number)
             times.append(time.thread_time() - begin)
             assert isinstance(lease, Lease)
             router.leases.finish(lease, number, Outcome.DONE, None)

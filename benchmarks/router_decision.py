@@ -60,17 +60,17 @@ def cpu_us(work: Callable[[], int]) -> float:
     return statistics.median(figures)
 
 
-def placed(router: Router, ask: RequestInfo, now: float) -> Lease:
-    lease = router.submit(ask, now)
+def placed(router: Router, info: RequestInfo, now: float) -> Lease:
+    lease = router.submit(info, now)
     assert isinstance(lease, Lease), lease
     return lease
 
 
 def read(router: Router, route: Route, body: bytes, tenant: Tenant | None = None) -> RequestInfo:
     """Return the request of a valid body."""
-    ask = router.read(ReceivedRequest(route, body, b"application/json", "id", tenant))
-    assert isinstance(ask, RequestInfo), ask
-    return ask
+    info = router.read(ReceivedRequest(route, body, b"application/json", "id", tenant))
+    assert isinstance(info, RequestInfo), info
+    return info
 
 
 def request_us(requests: int, tenant: Tenant | None = None) -> float:
@@ -86,8 +86,8 @@ def request_us(requests: int, tenant: Tenant | None = None) -> float:
         running: list[Lease] = []
         for i in range(requests):
             now += 0.001
-            ask = read(router, route, bodies[i % 512], tenant)
-            running.append(placed(router, ask, now))
+            info = read(router, route, bodies[i % 512], tenant)
+            running.append(placed(router, info, now))
             router.leases.record_first_token(running[-1], now + 0.02)
             if len(running) == 32:
                 router.leases.finish(running.pop(0), now + 0.03, Outcome.DONE, usage)

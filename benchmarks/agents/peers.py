@@ -30,20 +30,20 @@ class CacheAware(Rule):
         self._tree: dict[str, int] = {}
 
     def choose(self, view: View) -> Decision | None:
-        ask, loads = view.ask, [worker.requests for worker in view.candidates]
+        info, loads = view.info, [worker.requests for worker in view.candidates]
         most, least = max(loads), min(loads)
         by_load = min(view.candidates, key=lambda worker: worker.requests)
-        best = max(view.candidates, key=lambda worker: worker.cached_tokens(view.held))
-        cached = best.cached_tokens(view.held)
+        best = max(view.candidates, key=lambda worker: worker.cached_tokens(view.cached_prefixes))
+        cached = best.cached_tokens(view.cached_prefixes)
         if most - least > self.BALANCE_ABS and most > self.BALANCE_REL * least:
             chosen = by_load
-        elif cached > self.CACHE_THRESHOLD * ask.prompt_tokens:
+        elif cached > self.CACHE_THRESHOLD * info.prompt_tokens:
             chosen = best
         else:
             chosen = min(view.candidates, key=lambda worker: self._tree.get(worker.name, 0))
-        new = ask.prompt_tokens - chosen.cached_tokens(view.held)
+        new = info.prompt_tokens - chosen.cached_tokens(view.cached_prefixes)
         self._tree[chosen.name] = self._tree.get(chosen.name, 0) + new
-        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached_tokens(view.held))
+        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached_tokens(view.cached_prefixes))
 
     def rank(self, worker: Worker) -> float:
         return worker.requests
@@ -68,16 +68,16 @@ class WeightedScores(Rule):
     def choose(self, view: View) -> Decision | None:
         seen = [self._engines[worker.name].gauges(view.now) for worker in view.candidates]
         queues = queue_scores([each.waiting for each in seen])
-        prompt = max(view.ask.prompt_tokens, 1)
+        prompt = max(view.info.prompt_tokens, 1)
         scores = [
-            self.PREFIX * worker.cached_tokens(view.held) / prompt
+            self.PREFIX * worker.cached_tokens(view.cached_prefixes) / prompt
             + self.QUEUE * queue
             + self.KV_USAGE * (1.0 - each.kv_usage)
             for worker, queue, each in zip(view.candidates, queues, seen, strict=True)
         ]
         # Equal scores are rare: usages differ.
         chosen = view.candidates[max(range(len(scores)), key=scores.__getitem__)]
-        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached_tokens(view.held))
+        return Decision(chosen, Reason.PREFIX, 0.0, (), chosen.cached_tokens(view.cached_prefixes))
 
     def rank(self, worker: Worker) -> float:
         return worker.requests

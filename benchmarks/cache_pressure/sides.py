@@ -71,14 +71,14 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
         engine.scheduler.scheduler._publisher = VirtualPublisher(journal, send)
         worker.reports_prefixes = True
         found.append(prefixes)
-    roster.name_prefix = lambda worker, ask: journals[worker.name].name(
-        flight_id(ask), name_of(ask.prefix, ask.prefix_bytes, ask.bytes_before)
+    roster.name_prefix = lambda worker, info: journals[worker.name].name(
+        flight_id(info), name_of(info.prefix, info.prefix_bytes, info.bytes_before)
     )
     return found
 
 
-def flight_id(ask: RequestInfo) -> str:
-    return ask.id.removeprefix("sim-")
+def flight_id(info: RequestInfo) -> str:
+    return info.id.removeprefix("sim-")
 
 
 class SeesCaches(Adaptive):
@@ -90,7 +90,7 @@ class SeesCaches(Adaptive):
         self._fleet = fleet
 
     def choose(self, view: View) -> Decision | None:
-        view.held = self._holders(self._fleet._flights[flight_id(view.ask)], view)
+        view.cached_prefixes = self._holders(self._fleet._flights[flight_id(view.info)], view)
         return super().choose(view)
 
     def _holders(self, own: RequestFlight, view: View) -> PrefixHolders:

@@ -1,8 +1,8 @@
 """Route requests to workers, queue them, or refuse them.
 
     refusal = router.refusal_if_spent(tenant, now)
-    ask = router.read(request)             # a RequestInfo or a Refusal; charge_refused_read
-    answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
+    info = router.read(request)            # a RequestInfo or a Refusal; charge_refused_read
+    answer = router.submit(info, now)      # a Lease, a Ticket or a Refusal
     router.leases.record_first_token(lease, now); router.leases.record_tokens(lease, 1); ...
     router.leases.end_prefill(lease, now, usage)    # of a hand-over
     router.leases.finish(lease, now, outcome, usage)
@@ -84,22 +84,22 @@ class Router:
         if tenant is not None:
             billing.charge_refused(tenant, now)
 
-    def counter_for(self, ask: RequestInfo) -> Worker | None:
-        """Return the worker to count an ask's tokens, if needed."""
+    def counter_for(self, info: RequestInfo) -> Worker | None:
+        """Return the worker to count a request's tokens, if needed."""
         by_size = self.placer.rule.by_size
-        return self._reader.counter_for(ask, by_size=by_size) if self.settings.tokenize else None
+        return self._reader.counter_for(info, by_size=by_size) if self.settings.tokenize else None
 
-    def enter(self, ask: RequestInfo, now: float) -> Refusal | None:
+    def enter(self, info: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""
-        refusal = billing.enter(ask, now, again=False, uncounted=True)
-        return refusal and self.placer.count_refusal(ask.model, refusal)
+        refusal = billing.enter(info, now, again=False, uncounted=True)
+        return refusal and self.placer.count_refusal(info.model, refusal)
 
-    def leave(self, ask: RequestInfo, now: float) -> None:
+    def leave(self, info: RequestInfo, now: float) -> None:
         """End an admitted request after a disconnect."""
-        billing.leave(ask, now)
+        billing.leave(info, now)
 
-    def apply_count(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        self._reader.apply_count(ask, prompt_tokens)
+    def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
+        self._reader.apply_count(info, prompt_tokens)
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self._reader.stored.remember(response_id, worker, tenant)
@@ -115,35 +115,35 @@ class Router:
         for response_id, worker, owner in self._reader.stored:
             yield response_id, worker, "" if owner is None else owner.name
 
-    def submit(self, ask: RequestInfo, now: float) -> Lease | Ticket | Refusal:
+    def submit(self, info: RequestInfo, now: float) -> Lease | Ticket | Refusal:
         """Place, queue or refuse a request that has arrived."""
         if self.draining:
-            billing.leave(ask, now)
-            return self.placer.count_refusal(ask.model, refusals.draining())
+            billing.leave(info, now)
+            return self.placer.count_refusal(info.model, refusals.draining())
         self.fleet.start_due_decodes(now)
         self._retries.earn(now)
-        self.placer.record_traffic(ask, now)
-        return self._admit(ask, now, FIRST_ATTEMPT)
+        self.placer.record_traffic(info, now)
+        return self._admit(info, now, FIRST_ATTEMPT)
 
     def retry(self, lease: Lease, now: float, failure: LegFailure) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again, keeping its tenant's place."""
-        ask, leg = lease.attempts.enlarged or lease.ask, lease.running_leg
+        info, leg = lease.attempts.enlarged or lease.info, lease.running_leg
         attempts = lease.attempts.after(failure, leg.worker, now)
-        ledger = None if ask.tenant is None else ask.tenant.ledger
+        ledger = None if info.tenant is None else info.tenant.ledger
         if ledger is not None:
             ledger.keep_place()
         try:
             self.leases.finish(
                 lease, now, failure.outcome, None, failure.retry_after_s, failure.why
             )
-            return self.submit_again(ask, now, attempts, leg, free=failure.free)
+            return self.submit_again(info, now, attempts, leg, free=failure.free)
         finally:
             if ledger is not None:
                 ledger.release_place()
 
     def submit_again(
         self,
-        ask: RequestInfo,
+        info: RequestInfo,
         now: float,
         attempts: Attempts,
         failed: Lease | None = None,
@@ -156,80 +156,80 @@ class Router:
         dead prefill worker may have had many requests, so such a retry needs no budget either.
         """
         self.fleet.start_due_decodes(now)
-        if (refusal := self._refuse_retry(ask, now, attempts, free=free)) is not None:
+        if (refusal := self._refuse_retry(info, now, attempts, free=free)) is not None:
             return refusal
-        if not (free or self._pays(ask, now, attempts, failed)):
+        if not (free or self._pays(info, now, attempts, failed)):
             if not (attempts.continues and self._retries.share):
                 why = "too many requests are being retried (router.retries.budget)"
-                return self.placer.count_refusal(ask.model, refusals.no_worker_left(why, 1.0))
+                return self.placer.count_refusal(info.model, refusals.no_worker_left(why, 1.0))
             attempts = replace(attempts, owes=True)
-        return self._admit(ask, now, attempts)
+        return self._admit(info, now, attempts)
 
-    def _admit(self, ask: RequestInfo, now: float, attempts: Attempts) -> Lease | Ticket | Refusal:
+    def _admit(self, info: RequestInfo, now: float, attempts: Attempts) -> Lease | Ticket | Refusal:
         """Enter a request into its tenant's account, and place or queue it."""
-        if ask.tenant is None:
-            return self._place_or_queue(ask, now, attempts)
-        if (refusal := billing.enter(ask, now, again=attempts.is_retry)) is not None:
-            return self.placer.count_refusal(ask.model, refusal)
-        answer = self._place_or_queue(ask, now, attempts)
+        if info.tenant is None:
+            return self._place_or_queue(info, now, attempts)
+        if (refusal := billing.enter(info, now, again=attempts.is_retry)) is not None:
+            return self.placer.count_refusal(info.model, refusal)
+        answer = self._place_or_queue(info, now, attempts)
         if isinstance(answer, Refusal):
-            billing.leave(ask, now)
+            billing.leave(info, now)
         return answer
 
     def _place_or_queue(
-        self, ask: RequestInfo, now: float, attempts: Attempts
+        self, info: RequestInfo, now: float, attempts: Attempts
     ) -> Lease | Ticket | Refusal:
-        free = not self.queue.any_ahead_of(ask)  # they go first
+        free = not self.queue.any_ahead_of(info)  # they go first
         wait: CacheWait | None = None
-        if (free or attempts.is_retry or ask.pinned) and not attempts.owes:
-            answer = self.placer.place(ask, now, attempts, free=free)
+        if (free or attempts.is_retry or info.pinned) and not attempts.owes:
+            answer = self.placer.place(info, now, attempts, free=free)
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer
             wait = answer
-        queued = self._enqueue(ask, now, attempts, wait)
+        queued = self._enqueue(info, now, attempts, wait)
         if isinstance(queued, Refusal):
-            return self.placer.count_refusal(ask.model, queued)
+            return self.placer.count_refusal(info.model, queued)
         reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
-        self.placer.count_decision(ask.model, reason)
+        self.placer.count_decision(info.model, reason)
         return queued
 
     def _enqueue(
-        self, ask: RequestInfo, now: float, attempts: Attempts, wait: CacheWait | None
+        self, info: RequestInfo, now: float, attempts: Attempts, wait: CacheWait | None
     ) -> Ticket | Refusal:
         """Queue a request, in place of others if the queue is full."""
         queue, targets = self.queue, self.settings.admission or NO_TARGETS
-        refusal = candidates.why_hopeless(self._roster, ask, now, attempts)
+        refusal = candidates.why_hopeless(self._roster, info, now, attempts)
         if refusal is not None:
             return refusal
         evicted: list[Ticket] = []
-        if not queue.make_room(amounts(ask), self.placer.place_queued, now):
-            evicted = queue.choose_evicted(ask)
+        if not queue.make_room(amounts(info), self.placer.place_queued, now):
+            evicted = queue.choose_evicted(info)
             if not evicted:
-                return self._refuse_full(ask, now)
-        due = inf if attempts.continues else targets.due(ask, now)  # it has its first token
-        urgency = urgency_of(self._roster, ask, now, queue.longest_wait_s(ask), due)
+                return self._refuse_full(info, now)
+        due = inf if attempts.continues else targets.due(info, now)  # it has its first token
+        urgency = urgency_of(self._roster, info, now, queue.longest_wait_s(info), due)
         if wait is None and not attempts.is_retry:
-            refusal = queued_too_late(targets, ask, queue, urgency, now)
+            refusal = queued_too_late(targets, info, queue, urgency, now)
             if refusal is not None:
                 return refusal
         self._evict(evicted, now)
-        return queue.push(ask, now, attempts, urgency=urgency, cache_wait=wait)
+        return queue.push(info, now, attempts, urgency=urgency, cache_wait=wait)
 
-    def _refuse_full(self, ask: RequestInfo, now: float) -> Refusal:
-        if self._roster.pool(ask.model).all:
+    def _refuse_full(self, info: RequestInfo, now: float) -> Refusal:
+        if self._roster.pool(info.model).all:
             return refusals.queue_full(self.queue.retry_after_s(now))
-        return refusals.no_worker(ask.model)  # not probed yet
+        return refusals.no_worker(info.model)  # not probed yet
 
     def _evict(self, tickets: Iterable[Ticket], now: float) -> None:
         for ticket in tickets:
             self.queue.remove(ticket)
-            billing.leave(ticket.ask, now)
+            billing.leave(ticket.info, now)
             full = refusals.queue_full(self.queue.retry_after_s(now))
-            self.queue.ended[ticket] = self.placer.count_refusal(ticket.ask.model, full)
+            self.queue.ended[ticket] = self.placer.count_refusal(ticket.info.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
         if self.queue.remove(ticket):
-            billing.leave(ticket.ask, now)
+            billing.leave(ticket.info, now)
         elif isinstance(answer := self.queue.ended.pop(ticket, None), Lease):
             self.leases.finish(answer, now, Outcome.MOOT)
 
@@ -246,10 +246,10 @@ class Router:
         queue.ended.clear()
         for ticket in queue.pop_expired(now):
             refusal = waited_too_long(ticket, queue, now)
-            gone.append((ticket, self.placer.count_refusal(ticket.ask.model, refusal)))
+            gone.append((ticket, self.placer.count_refusal(ticket.info.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
-            ask, owes = ticket.ask, ticket.attempts.owes
+            info, owes = ticket.info, ticket.attempts.owes
             answer: Lease | Refusal | CacheWait | None = None
             if not owes or self._retries.has_retry(now):
                 answer = self.placer.place_queued(ticket, now)
@@ -258,28 +258,28 @@ class Router:
                 answer.attempts = replace(answer.attempts, owes=False)
             if answer is not None:
                 return answer
-            refusal = candidates.why_hopeless(self._roster, ask, now, ticket.attempts)
-            return refusal and self.placer.count_refusal(ask.model, refusal)
+            refusal = candidates.why_hopeless(self._roster, info, now, ticket.attempts)
+            return refusal and self.placer.count_refusal(info.model, refusal)
 
         gone += queue.dispatch(end, now)
         for ticket, answer in gone:
             if isinstance(answer, Refusal):
-                billing.leave(ticket.ask, now)
+                billing.leave(ticket.info, now)
         return gone
 
     def _refuse_retry(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, free: bool
+        self, info: RequestInfo, now: float, attempts: Attempts, *, free: bool
     ) -> Refusal | None:
         if attempts.drops >= MAX_DROPS:
-            return self.placer.count_refusal(ask.model, refusals.dropped())
-        longest_s = self.queue.longest_wait_s(ask)
+            return self.placer.count_refusal(info.model, refusals.dropped())
+        longest_s = self.queue.longest_wait_s(info)
         if attempts.paused and now - attempts.failing_since > longest_s:
             why = f"no other one has continued it in {longest_s:g} s"
         elif not free and attempts.failures >= self.settings.max_attempts:
             why = "it has used all its attempts (router.retries.attempts)"
         else:
             return None
-        return self.placer.count_refusal(ask.model, refusals.no_worker_left(why))
+        return self.placer.count_refusal(info.model, refusals.no_worker_left(why))
 
     def may_retry(self, lease: Lease, now: float, attempts: Attempts) -> bool:
         """Return whether a request would be retried if the current leg failed."""
@@ -288,17 +288,19 @@ class Router:
         attempts = replace(attempts, tried=attempts.tried | {leg.worker})
         if not free and attempts.failures >= self.settings.max_attempts:
             return False
-        if not candidates.may_take(self._roster, lease.ask, now, attempts):
+        if not candidates.may_take(self._roster, lease.info, now, attempts):
             return False
         if free:
             return True
         spared = self._falls.has_free_retry(leg.worker, leg.charged_at, now)
         return (spared and len(attempts.failed_on) == 1) or self._retries.has_retry(now)
 
-    def _pays(self, ask: RequestInfo, now: float, attempts: Attempts, failed: Lease | None) -> bool:
+    def _pays(
+        self, info: RequestInfo, now: float, attempts: Attempts, failed: Lease | None
+    ) -> bool:
         """Return whether a retry failed with its worker, for the first time, or has a budget."""
         if failed is not None and self._retries.share:
-            live_workers = len(self._roster.pool(ask.model).all)
+            live_workers = len(self._roster.pool(info.model).all)
             at = failed.charged_at
             spared = self._falls.take_free_retry(failed.worker, at, now, live_workers)
             if spared and len(attempts.failed_on) == 1:

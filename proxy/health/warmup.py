@@ -213,8 +213,8 @@ class Warmup:
         fields = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
         # If the first token ended the sequence, there would be no blocks to fetch.
         body = orjson.dumps({**fields, "ignore_eos": True})
-        ask = RequestInfo("warmup", ROUTE, prefill.model, 0, 1, 0, 1, 1)
-        first = prefill_body(connector, pair, ask, body)
+        info = RequestInfo("warmup", ROUTE, prefill.model, 0, 1, 0, 1, 1)
+        first = prefill_body(connector, pair, info, body)
         taken = connector.taken(pair, await _post(prefill, first, request_id))
         if taken.params is None and connector.needs_params:
             return BARE
@@ -222,7 +222,7 @@ class Warmup:
             logger.warning("%s %s", prefill.name, doubt)
         before = await _fetched(decode)
         try:
-            second = decode_body(connector, pair, taken, ask, body)
+            second = decode_body(connector, pair, taken, info, body)
             await _post(decode, second, request_id)
         except LegError:
             await self._release(decode, taken)

@@ -44,11 +44,11 @@ class Journals:
         roster.name_prefix = self.name_prefix
         roster.stream_tokens = self.stream_tokens
 
-    def name_prefix(self, worker: Worker, ask: RequestInfo) -> None:
+    def name_prefix(self, worker: Worker, info: RequestInfo) -> None:
         """Name a request by its hashes, for all routers that read the journal."""
-        name = name_of(ask.prefix, ask.prefix_bytes, ask.bytes_before)
+        name = name_of(info.prefix, info.prefix_bytes, info.bytes_before)
         for subscriber in self._subscribers.get(worker, ()):
-            subscriber.name(ask.id, name)
+            subscriber.name(info.id, name)
 
     def stream_tokens(self, worker: Worker, request_id: str, since: float) -> Sequence[int] | None:
         """Return the output tokens of a stream with one sequence, if they are known.

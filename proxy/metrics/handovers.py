@@ -55,7 +55,7 @@ class HandoverCounters:
     def count_prefill(self, lease: Lease, now: float, *, bare: bool) -> None:
         self.count_end("prefilled_bare" if bare else "prefilled")
         if (first := lease.prefill) is not None:
-            self.prefills[self._label(lease.ask.model)].observe(now - first.charged_at)
+            self.prefills[self._label(lease.info.model)].observe(now - first.charged_at)
             self.legs[first.worker.name] += 1
 
     def observe_transfer(self, lease: Lease, now: float) -> None:
@@ -68,7 +68,7 @@ class HandoverCounters:
             return
         step_s = lease.worker.pace.step_s(lease.worker.decoding)
         seconds = handover.transferred_s = max(now - lease.charged_at - step_s, 0.0)
-        model = self._label(lease.ask.model)
+        model = self._label(lease.info.model)
         self.transfers[model].observe(seconds)
         self.predicted[model].observe(handover.transfer_s)
 
@@ -80,7 +80,7 @@ class HandoverCounters:
         handover = lease.decision.handover
         if handover is None or not handover.tokens:
             return None
-        self.tokens[self._label(lease.ask.model)] += handover.tokens
+        self.tokens[self._label(lease.info.model)] += handover.tokens
         self.count_end("transferred")
         return handover
 

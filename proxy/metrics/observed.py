@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ObservedRequest(Protocol):
-    ask: RequestInfo | None
+    info: RequestInfo | None
     decision: Decision | None
     prompt: bytes
     started: float

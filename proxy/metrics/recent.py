@@ -96,7 +96,7 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, ask: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
+    def add(self, info: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
         worker = predicted_s = whether = turn = None
         legs = NO_HANDOVER
         cached, reported = 0, False
@@ -112,12 +112,12 @@ class RecentRequests:
                 )  # fmt: skip
         self._rows.append(
             (
-                ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker,
-                done.reason, done.status, ask.body_bytes, ask.prompt_tokens, ask.counted,
-                ask.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
-                done.size, None if ask.tenant is None else ask.tenant.name, whether,
+                info.id[:MAX_TEXT], self._clock(), info.model[:MAX_TEXT], info.route, worker,
+                done.reason, done.status, info.body_bytes, info.prompt_tokens, info.counted,
+                info.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
+                done.size, None if info.tenant is None else info.tenant.name, whether,
                 cached, reported, done.left_workers,
-                f"{ask.session:016x}" if ask.session else None, turn, done.target_s,
+                f"{info.session:016x}" if info.session else None, turn, done.target_s,
             )
         )  # fmt: skip
 

@@ -74,13 +74,13 @@ class Series:
     count: int = 0
 
 
-def class_of(ask: RequestInfo | None) -> str:
+def class_of(info: RequestInfo | None) -> str:
     """Return the class label of a request; `none` if unparsed."""
-    if ask is None:
+    if info is None:
         return NONE
-    if ask.rank is BATCHES:
+    if info.rank is BATCHES:
         return BATCH
-    return LONG if ask.long else SHORT
+    return LONG if info.long else SHORT
 
 
 class Metrics:
@@ -166,12 +166,12 @@ class Metrics:
         """Count a stream that could not be continued; `why` has few values."""
         self.lost_streams[why] += 1
 
-    def count_failed_handover(self, lease: Lease, *, was_asked: bool) -> None:
+    def count_failed_handover(self, lease: Lease, *, wrequest_infoed: bool) -> None:
         """Count a hand-over that failed before the client got a byte.
 
-        `was_asked` is True if the request was sent to the decode worker.
+        `wrequest_infoed` is True if the request was sent to the decode worker.
         """
-        after = "decode_failed" if was_asked else "given_up"
+        after = "decode_failed" if wrequest_infoed else "given_up"
         self.handovers.count_end(after if lease.sent else "prefill_failed")
 
     def count_left_handover(self, lease: Lease) -> None:

@@ -32,29 +32,29 @@ class TargetCounts:
 
     def count(
         self,
-        ask: RequestInfo,
+        info: RequestInfo,
         done: FinishedRequest,
         settings: AdmissionSettings | None,
         started: float,
     ) -> float | None:
         """Count a request; return its target for the first token."""
         targets = settings or NO_TARGETS
-        ttft_s, tpot_s, target = targets.ttft_of(ask), targets.tpot_of(ask), "ttft"
-        if ask.deadline < inf:
-            ttft_s, target = ask.deadline - started, "deadline"
+        ttft_s, tpot_s, target = targets.ttft_of(info), targets.tpot_of(info), "ttft"
+        if info.deadline < inf:
+            ttft_s, target = info.deadline - started, "deadline"
         if ttft_s is not None:
             if done.ttft_s is not None:
-                self._count(ask, target, "met" if done.ttft_s <= ttft_s else "missed")
+                self._count(info, target, "met" if done.ttft_s <= ttft_s else "missed")
             elif done.status in REFUSED:
-                self._count(ask, target, "refused")
+                self._count(info, target, "refused")
             elif done.stream and done.duration_s > ttft_s:  # the client left
-                self._count(ask, target, "missed")
+                self._count(info, target, "missed")
         if tpot_s is not None and done.tpot_s is not None:
-            self._count(ask, "tpot", "met" if done.tpot_s <= tpot_s else "missed")
+            self._count(info, "tpot", "met" if done.tpot_s <= tpot_s else "missed")
         return ttft_s
 
-    def _count(self, ask: RequestInfo, target: str, result: str) -> None:
-        self._results[ask.rank.name.lower(), target, result] += 1
+    def _count(self, info: RequestInfo, target: str, result: str) -> None:
+        self._results[info.rank.name.lower(), target, result] += 1
 
     def show(self, page: MetricsPage) -> None:
         page.values(TARGETS, self._results.items())

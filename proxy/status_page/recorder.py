@@ -197,7 +197,7 @@ class LiveRecorder:
         if seen.number == 0:
             self._numbers += 1
             seen.number = self._numbers * self.marks + self.mark
-        ask, decision = seen.ask, seen.decision
+        info, decision = seen.info, seen.decision
         pool, worker, prefill = NO_POOL, None, None
         if decision is not None:
             pool, worker = decision.worker.role.value, decision.worker.name
@@ -210,10 +210,10 @@ class LiveRecorder:
         return [
             seen.number,
             text(seen.id, MAX_TEXT),
-            "" if ask is None else text(ask.model, MAX_TEXT),
-            class_of(ask),
+            "" if info is None else text(info.model, MAX_TEXT),
+            class_of(info),
             pool, worker, prefill, reason, status,
-            None if ask is None else ask.prompt_tokens,
+            None if info is None else info.prompt_tokens,
             None if first is None else seen.opening + seen.tokens,
             self.ms(seen.started), self.ms(placed), self.ms(seen.prefilled_at),
             self.ms(first), self.ms(ended),

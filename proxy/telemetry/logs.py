@@ -182,7 +182,7 @@ class LogHandler(logging.Handler):
 def log_fields(
     seen: ObservedRequest, now: float, route: str, status: int, reason: Reason
 ) -> dict[str, Any]:
-    ask, decision = seen.ask, seen.decision
+    info, decision = seen.info, seen.decision
     first, placed, prefilled = seen.first_token_at, seen.placed_at, seen.prefilled_at
     handover = None if decision is None else decision.handover
     predicted = None if decision is None else decision.predicted_ttft_s
@@ -196,7 +196,7 @@ def log_fields(
         "prefill_worker": None if handover is None else handover.prefill.name,
         "status": status,
         "outcome": outcome(status),
-        **(_unread(seen) if ask is None else _sizes(ask)),
+        **(_unread(seen) if info is None else _sizes(info)),
         "sent_bytes": seen.sent_bytes,
         "output_tokens": None if first is None else seen.opening + seen.tokens,
         "queue_ms": milliseconds(seen.queue_s),
@@ -209,16 +209,16 @@ def log_fields(
     }
 
 
-def _sizes(ask: RequestInfo) -> dict[str, Any]:
+def _sizes(info: RequestInfo) -> dict[str, Any]:
     return {
-        "model": text(ask.model),
-        "tenant": None if ask.tenant is None else ask.tenant.name,
-        "class": class_of(ask),
-        "stream": ask.stream,
-        "session": f"{ask.session:016x}" if ask.session else None,
-        "body_bytes": ask.body_bytes,
-        "prompt_tokens": ask.prompt_tokens,
-        "counted": ask.counted,
+        "model": text(info.model),
+        "tenant": None if info.tenant is None else info.tenant.name,
+        "class": class_of(info),
+        "stream": info.stream,
+        "session": f"{info.session:016x}" if info.session else None,
+        "body_bytes": info.body_bytes,
+        "prompt_tokens": info.prompt_tokens,
+        "counted": info.counted,
     }
 
 

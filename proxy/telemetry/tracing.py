@@ -100,16 +100,16 @@ def spans_of(
     def ns(at: float) -> int:
         return wall - round((now - at) * 1e9)
 
-    ask, decision, first = seen.ask, seen.decision, seen.first_token_at
+    info, decision, first = seen.info, seen.decision, seen.first_token_at
     yield (
         f"router {route}", trace.span, trace.parent or 0, ns(seen.started), wall,
         {
             "proxy.request_id": seen.id,
             "proxy.reason": reason.value,
             "proxy.worker": None if decision is None else decision.worker.name,
-            "gen_ai.request.model": None if ask is None else ask.model,
-            "proxy.class": None if ask is None else class_of(ask),
-            "proxy.prompt_tokens": None if ask is None else ask.prompt_tokens,
+            "gen_ai.request.model": None if info is None else info.model,
+            "proxy.class": None if info is None else class_of(info),
+            "proxy.prompt_tokens": None if info is None else info.prompt_tokens,
             "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
         },
     )  # fmt: skip

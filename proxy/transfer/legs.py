@@ -24,22 +24,22 @@ PREFILL: Mapping[str, Fields] = {
 }
 
 
-def prefill_body(connector: Connector, pair: Pair, ask: RequestInfo, body: bytes) -> bytes:
-    fields = {**PREFILL[ask.route], **_id(connector, pair, ask), **connector.prefill(pair)}
-    if ask.least_output:
+def prefill_body(connector: Connector, pair: Pair, info: RequestInfo, body: bytes) -> bytes:
+    fields = {**PREFILL[info.route], **_id(connector, pair, info), **connector.prefill(pair)}
+    if info.least_output:
         fields["min_tokens"] = ONE
-    if ask.route == "messages" and not connector.is_marked and _may_think_long(ask, body):
+    if info.route == "messages" and not connector.is_marked and _may_think_long(info, body):
         fields[THINKING] = None
-    return edit_members(body, fields, ask.field_names)
+    return edit_members(body, fields, info.field_names)
 
 
-def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
+def _may_think_long(info: RequestInfo, body: bytes) -> bool:
     """Return whether a message enables thinking with a token budget.
 
     vLLM refuses a budget above the output limit. The prefill leg can leave the budget out, because
     it does not change the prompt; other values of `thinking` do.
     """
-    if ask.field_names is not None and THINKING not in ask.field_names:
+    if info.field_names is not None and THINKING not in info.field_names:
         return False
     name = THINKING.encode()
     values = [body[member.value : member.end] for member in members(body) if member.name == name]
@@ -51,16 +51,16 @@ def _may_think_long(ask: RequestInfo, body: bytes) -> bool:
 
 
 def decode_body(
-    connector: Connector, pair: Pair, taken: PrefillResult, ask: RequestInfo, body: bytes
+    connector: Connector, pair: Pair, taken: PrefillResult, info: RequestInfo, body: bytes
 ) -> bytes:
     fields = connector.decode(pair, taken)
-    if id_fields := _id(connector, pair, ask):
+    if id_fields := _id(connector, pair, info):
         fields = {**fields, **id_fields}
-    return edit_members(body, fields, ask.field_names) if fields else body
+    return edit_members(body, fields, info.field_names) if fields else body
 
 
-def _id(connector: Connector, pair: Pair, ask: RequestInfo) -> Fields:
-    if ask.route not in IDS or (number := connector.request_id(pair)) is None:
+def _id(connector: Connector, pair: Pair, info: RequestInfo) -> Fields:
+    if info.route not in IDS or (number := connector.request_id(pair)) is None:
         return NOTHING
-    name, start = IDS[ask.route]
+    name, start = IDS[info.route]
     return {name: orjson.dumps(start + number.decode())}

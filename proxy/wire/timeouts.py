@@ -23,10 +23,10 @@ def response_timeout_s(lease: Lease, usual_s: float) -> float:
 
     The model's limit gives no extra time: few responses reach it.
     """
-    ask, pace = lease.ask, lease.worker.pace
-    if ask.stream or not ask.output_tokens or not pace.steps:
+    info, pace = lease.info, lease.worker.pace
+    if info.stream or not info.output_tokens or not pace.steps:
         return usual_s
-    return min(usual_s + ask.output_tokens * _late_step_s(lease), MAX_WAIT_FACTOR * usual_s)
+    return min(usual_s + info.output_tokens * _late_step_s(lease), MAX_WAIT_FACTOR * usual_s)
 
 
 def extra_timeout_s(lease: Lease, now: float, usual_s: float, late_at: float = inf) -> float:
@@ -38,8 +38,8 @@ def extra_timeout_s(lease: Lease, now: float, usual_s: float, late_at: float = i
 
 def is_only_slow(lease: Lease, now: float) -> bool:
     """Return True if the worker computes and the request is no stream."""
-    ask = lease.ask
-    return ask.needs_engine and not ask.stream and lease.worker.shows_progress(now)
+    info = lease.info
+    return info.needs_engine and not info.stream and lease.worker.shows_progress(now)
 
 
 def decode_timeout_s(lease: Lease, within_s: float) -> float:
@@ -47,11 +47,11 @@ def decode_timeout_s(lease: Lease, within_s: float) -> float:
 
     The proof is a stream's first token, or the end of another response.
     """
-    ask = lease.ask
-    if ask.stream or within_s == inf:
+    info = lease.info
+    if info.stream or within_s == inf:
         return within_s
-    output = ask.output_tokens
-    tokens = lease.worker.limit - ask.largest_prompt if output is None else output
+    output = info.output_tokens
+    tokens = lease.worker.limit - info.largest_prompt if output is None else output
     return within_s + tokens * _late_step_s(lease)
 
 

@@ -54,42 +54,47 @@ def play_request(
     """Play a request with this body; `response` is the worker's response with its usage."""
     fleet_of_roles, workers = fleet()
     router = Router(RouterSettings(transfer=True, disaggregate_above=1), fleet_of_roles)
-    ask = router.read(ReceivedRequest(route, body, kind, "id"))
-    if isinstance(ask, Refusal):
-        assert 400 <= ask.status < 500
-        return ask
-    for number in (ask.prompt_tokens, ask.prompt_error, ask.largest_prompt, ask.expected_output):
+    info = router.read(ReceivedRequest(route, body, kind, "id"))
+    if isinstance(info, Refusal):
+        assert 400 <= info.status < 500
+        return info
+    for number in (
+        info.prompt_tokens,
+        info.prompt_error,
+        info.largest_prompt,
+        info.expected_output,
+    ):
         assert type(number) is int
         assert 0 <= number <= MAX_SANE
-    assert 1 <= ask.samples <= MAX_SANE
-    assert ask.output_tokens is None or 0 <= ask.output_tokens <= MAX_SANE
-    if counter := router.counter_for(ask):
+    assert 1 <= info.samples <= MAX_SANE
+    assert info.output_tokens is None or 0 <= info.output_tokens <= MAX_SANE
+    if counter := router.counter_for(info):
         assert counter in workers
-    placed = router.submit(ask, 2.0)
+    placed = router.submit(info, 2.0)
     if isinstance(placed, Lease):
         finish_request(router, placed, body, response)
         assert charges(workers) == [(0, 0, 0, 0)] * 3
-    return ask
+    return info
 
 
 def finish_request(router: Router, lease: Lease, body: bytes, response: bytes) -> None:
     if lease.prefill is not None:
         pair = Pair(Side("p", "h"), Side("d", "h"), "1")
-        first = prefill_body(NIXL, pair, lease.ask, body)
-        assert orjson.loads(first)["max_tokens"] == 1 or lease.ask.route == "responses"
+        first = prefill_body(NIXL, pair, lease.info, body)
+        assert orjson.loads(first)["max_tokens"] == 1 or lease.info.route == "responses"
         answer = read_answer(response)
         taken = NIXL.take(pair, answer)
-        second = decode_body(NIXL, pair, taken, lease.ask, body)
-        known, lease.ask.field_names = lease.ask.field_names, None
+        second = decode_body(NIXL, pair, taken, lease.info, body)
+        known, lease.info.field_names = lease.info.field_names, None
         assert known is not None
-        assert first == prefill_body(NIXL, pair, lease.ask, body)
-        assert second == decode_body(NIXL, pair, taken, lease.ask, body)
+        assert first == prefill_body(NIXL, pair, lease.info, body)
+        assert second == decode_body(NIXL, pair, taken, lease.info, body)
         router.leases.end_prefill(lease, 3.0, usage_of(answer))
         orjson.loads(second)
     router.leases.record_first_token(lease, 4.0)
     router.leases.record_tokens(lease, 1)
     router.leases.finish(lease, 5.0, Outcome.DONE, usage_in(response))
-    assert 0.0 < router.sizer.learnt(MODEL, lease.ask.route).bytes_per_token < 1e3
+    assert 0.0 < router.sizer.learned(MODEL, lease.info.route).bytes_per_token < 1e3
 
 
 @EXAMPLES

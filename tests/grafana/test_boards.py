@@ -196,10 +196,10 @@ def test_router_metrics_are_on_a_board_or_in_a_rule() -> None:
 
 def test_engine_metrics_are_on_a_board() -> None:
     # Learnt values of policies, for diagnosis.
-    learnt = {f"vllm_sched_fit_{name}" for name in COEFFICIENTS}
-    learnt |= {f"vllm_sched_mean_{of}_tokens" for of in ("prompt", "output")}
-    learnt.add("vllm_sched_long_chunk_tokens")
-    assert families(declared.engines()) - families(IN_BOARDS) == learnt
+    learned = {f"vllm_sched_fit_{name}" for name in COEFFICIENTS}
+    learned |= {f"vllm_sched_mean_{of}_tokens" for of in ("prompt", "output")}
+    learned.add("vllm_sched_long_chunk_tokens")
+    assert families(declared.engines()) - families(IN_BOARDS) == learned
 
 
 def test_provisioning_matches_compose() -> None:

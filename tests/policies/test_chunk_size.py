@@ -1,4 +1,4 @@
-"""The size of a long prompt's chunk, learnt from step times."""
+"""The size of a long prompt's chunk, learned from step times."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def linear(fixed: float, token: float = 2e-5) -> Callable[[int, int], float]:
     ],
 )
 def test_chunk_is_the_smallest_whose_half_loses_more(fixed: float, size: int) -> None:
-    learnt = made()
-    play(learnt, linear(fixed))
-    assert learnt.tokens == size
+    learned = made()
+    play(learned, linear(fixed))
+    assert learned.tokens == size
 
 
 def test_twice_the_loss_is_accepted_while_steps_exceed_the_target_gap() -> None:
@@ -84,28 +84,28 @@ def test_noise_and_a_busy_machine_do_not_change_the_size(seed: int) -> None:
         noise = rng.lognormvariate(0, 0.1) + (rng.random() < 0.01) * 5
         return (0.001 + 2e-5 * tokens) * slow[0] * noise
 
-    learnt = made()
-    play(learnt, seconds, steps=2000)
+    learned = made()
+    play(learned, seconds, steps=2000)
     sizes = []
     for _ in range(50):
-        play(learnt, seconds, steps=100)
-        sizes.append(learnt.tokens)
+        play(learned, seconds, steps=100)
+        sizes.append(learned.tokens)
     assert 512 <= sorted(sizes)[25] <= 2048
 
 
 def test_size_follows_a_change_of_the_machine() -> None:
-    learnt = made()
-    play(learnt, linear(0.0002))
-    assert learnt.tokens == 256
-    play(learnt, linear(0.01), steps=2000)
-    assert learnt.tokens == 8192
+    learned = made()
+    play(learned, linear(0.0002))
+    assert learned.tokens == 256
+    play(learned, linear(0.01), steps=2000)
+    assert learned.tokens == 8192
 
 
 def test_comparisons_become_rare() -> None:
-    learnt = made()
-    play(learnt, linear(0.001), steps=1500)
-    chunks = play(learnt, linear(0.001), steps=2000, prompt=512_000)
-    other = [chunk for chunk in chunks if chunk != learnt.tokens]
+    learned = made()
+    play(learned, linear(0.001), steps=1500)
+    chunks = play(learned, linear(0.001), steps=2000, prompt=512_000)
+    other = [chunk for chunk in chunks if chunk != learned.tokens]
     assert 0 < len(other) <= 2000 / MAX_INTERVAL + 20
 
 
@@ -117,34 +117,34 @@ def test_first_chunk_is_a_quarter_of_the_budget() -> None:
 
 def test_steps_of_other_prompts_are_not_compared() -> None:
     """A second prompt has another context, and so other step times."""
-    learnt = made()
+    learned = made()
     for number in range(300):
-        tokens, _ = learnt.next_chunk()
+        tokens, _ = learned.next_chunk()
         context = 50_000 * (number % 2)
-        learnt.observe(StepResult(0.001 + 1e-7 * context, [Chunk(tokens, context)], 8, 8))
-    assert learnt.tokens == BUDGET // 4
+        learned.observe(StepResult(0.001 + 1e-7 * context, [Chunk(tokens, context)], 8, 8))
+    assert learned.tokens == BUDGET // 4
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_step_without_a_duration_is_ignored(seconds: float) -> None:
-    learnt = made()
-    play(learnt, lambda *_: seconds, steps=50)
-    assert learnt.tokens == BUDGET // 4
+    learned = made()
+    play(learned, lambda *_: seconds, steps=50)
+    assert learned.tokens == BUDGET // 4
 
 
 @pytest.mark.parametrize(
     ("most", "block"), [(2048, 528), (4096, 1056), (8192, 2112), (63, 16), (48, 16), (31, 16)]
 )
 def test_whole_budget_is_reached_from_any_size(most: int, block: int) -> None:
-    learnt = ChunkSize(most, block, 10.0)
-    play(learnt, lambda *_: 0.05, most=most)
-    assert learnt.tokens == most
+    learned = ChunkSize(most, block, 10.0)
+    play(learned, lambda *_: 0.05, most=most)
+    assert learned.tokens == most
 
 
 def test_half_of_the_least_chunk_is_a_block() -> None:
     """Hybrid models compute whole blocks: a comparison within one would show nothing."""
-    learnt = ChunkSize(4096, 528, 10.0)
-    assert min(play(learnt, linear(0.0), most=4096, prompt=1_000_000)) >= 528
+    learned = ChunkSize(4096, 528, 10.0)
+    assert min(play(learned, linear(0.0), most=4096, prompt=1_000_000)) >= 528
 
 
 @pytest.mark.parametrize(
@@ -158,31 +158,31 @@ def test_half_of_the_least_chunk_is_a_block() -> None:
 def test_short_prompts_do_not_stop_the_comparisons(
     short: int, context: int, most: int, fixed: float, token: float, sizes: Sequence[int]
 ) -> None:
-    learnt, computed = made(most=most), 0
+    learned, computed = made(most=most), 0
     for _ in range(400):
-        tokens, least = learnt.next_chunk()
+        tokens, least = learned.next_chunk()
         chunk = max(tokens - short, least)
         chunks = [Chunk(short, context), Chunk(chunk, computed)]
-        learnt.observe(StepResult(fixed + token * (chunk + short), chunks, 8, 8))
+        learned.observe(StepResult(fixed + token * (chunk + short), chunks, 8, 8))
         computed += chunk
-    assert learnt.tokens in sizes
+    assert learned.tokens in sizes
 
 
 @pytest.mark.parametrize(("others", "size"), [(0, 1024), (BUDGET, BUDGET // 4)])
 def test_step_that_another_rank_makes_longer_is_not_compared(others: int, size: int) -> None:
-    learnt, computed = made(), 0
+    learned, computed = made(), 0
     for _ in range(400):
-        tokens, _ = learnt.next_chunk()
+        tokens, _ = learned.next_chunk()
         result = StepResult(
             0.001 + 2e-5 * max(tokens, others), [Chunk(tokens, computed)], 8, 8,
             others=[StepShape(others, 0.0, 8)],
         )  # fmt: skip
-        learnt.observe(result)
+        learned.observe(result)
         computed += tokens
-    assert learnt.tokens == size
+    assert learned.tokens == size
 
 
 def test_seconds_per_token_are_learnt() -> None:
-    learnt = made()
-    play(learnt, linear(0.0))
-    assert learnt.token_s == pytest.approx(2e-5, rel=0.05)
+    learned = made()
+    play(learned, linear(0.0))
+    assert learned.token_s == pytest.approx(2e-5, rel=0.05)

@@ -128,7 +128,7 @@ async def begin_batch(port: int, bearer: bytes, body: Mapping[str, object]) -> N
 
 
 async def respond_slowly(call: Call) -> None:
-    """Answer so slowly that the prompt's duration is learnt as long."""
+    """Answer so slowly that the prompt's duration is learned as long."""
     await asyncio.sleep(SLOW_RESPONSE_S)
     await scripts.stream(2)(call)
 

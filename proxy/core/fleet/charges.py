@@ -36,27 +36,27 @@ class Fleet:
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(
-        self, ask: RequestInfo, decision: Decision, now: float, attempts: Attempts = FIRST_ATTEMPT
+        self, info: RequestInfo, decision: Decision, now: float, attempts: Attempts = FIRST_ATTEMPT
     ) -> Lease:
         if decision.handover is not None:
-            return self._charge_both(ask, attempts, decision, decision.handover, now)
+            return self._charge_both(info, attempts, decision, decision.handover, now)
         worker = decision.worker
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
-        prefill = (ask.prompt_tokens - cached or 1) if ask.needs_engine else 0
-        decode = ask.expected_output * ask.samples
+        prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
+        decode = info.expected_output * info.samples
         lease = Lease(
-            ask, attempts, decision, worker, now, prefill, decode, ask.prompt_tokens + decode
+            info, attempts, decision, worker, now, prefill, decode, info.prompt_tokens + decode
         )
         self._charge_prefill(lease, now)
         pace = worker.pace
-        if ask.generates and not ask.stream:
+        if info.generates and not info.stream:
             wait = worker.free_at - now + pace.fixed_s
             heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
         self.roster.load_changed(worker)
         return lease
 
     def _charge_prefill(self, lease: Lease, now: float) -> None:
-        ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
+        info, worker, prefill = lease.info, lease.worker, lease.prefill_tokens
         pace = worker.pace
         # remote prefills may appear late
         idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
@@ -64,14 +64,14 @@ class Fleet:
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
             longs = worker.long_tokens + worker.foreign_long_tokens
-            if longs and not ask.long:
+            if longs and not info.long:
                 lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
             lease.ahead_tokens = ahead
         worker.served = next(self.roster.numbers)
         worker.requests += 1
         worker.placed += 1
-        worker.sequences += ask.samples
+        worker.sequences += info.samples
         self._count_prefill(lease, 1)
         worker.decode_tokens += lease.decode_tokens
         kv_usage.charge(lease, now)
@@ -83,7 +83,7 @@ class Fleet:
     def _count_prefill(self, lease: Lease, sign: int) -> None:
         worker, tokens = lease.worker, lease.prefill_tokens
         worker.prefill_tokens += sign * tokens
-        if lease.ask.long:
+        if lease.info.long:
             worker.long_tokens += sign * tokens
         if tokens >= LARGE_PREFILL_TOKENS:
             self.large_changes += 1
@@ -92,7 +92,7 @@ class Fleet:
 
     def _charge_both(
         self,
-        ask: RequestInfo,
+        info: RequestInfo,
         attempts: Attempts,
         decision: Decision,
         handover: HandoverDecision,
@@ -100,13 +100,13 @@ class Fleet:
     ) -> Lease:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
-        prefill = ask.prompt_tokens - cached or 1
-        before = Lease(ask, attempts, decision, first, now, prefill, 0, ask.prompt_tokens)
+        prefill = info.prompt_tokens - cached or 1
+        before = Lease(info, attempts, decision, first, now, prefill, 0, info.prompt_tokens)
         self._charge_prefill(before, now)
         self.roster.load_changed(first)
         worker = decision.worker
-        decode = ask.expected_output * ask.samples
-        lease = Lease(ask, attempts, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
+        decode = info.expected_output * info.samples
+        lease = Lease(info, attempts, decision, worker, now, 0, decode, info.prompt_tokens + decode)
         lease.prefill, lease.sent = before, False
         worker.served = next(self.roster.numbers)
         worker.requests += 1
@@ -124,7 +124,7 @@ class Fleet:
         worker = first.worker
         worker.note_progress(now)
         if now >= worker.pace.first_due:
-            worker.pace.learn_length(first.ask.prompt_tokens)
+            worker.pace.learn_length(first.info.prompt_tokens)
             self._learn_first_token(first, handover.cached_tokens, now)
         if handover.tokens:
             lease.pins = True
@@ -135,10 +135,10 @@ class Fleet:
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
         lease.charged_at = now
-        lease.worker.sequences += lease.ask.samples
+        lease.worker.sequences += lease.info.samples
         if self.roster.leaving:
             self.roster.load_changed(lease.worker)
-        if not lease.ask.stream:
+        if not lease.info.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
             due = now + SILENT_PREFILL_FACTOR * wait
             heappush(self._silent, (due, next(self.roster.numbers), lease))
@@ -152,7 +152,7 @@ class Fleet:
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
         if lease.released or not lease.sent or lease.decoding:
             return
-        before, samples = lease.worker, lease.ask.samples
+        before, samples = lease.worker, lease.info.samples
         if lease.trial:
             before.breaker.abandon_trial()
         for owner, sign in ((before, -1), (worker, 1)):
@@ -170,14 +170,14 @@ class Fleet:
         self.roster.load_changed(worker)
 
     def _learn_first_token(self, lease: Lease, cached: int, now: float) -> None:
-        tokens = lease.ahead_tokens + lease.ask.prompt_tokens - cached
+        tokens = lease.ahead_tokens + lease.info.prompt_tokens - cached
         pace = lease.worker.pace
         pace.learn_first_token(tokens, lease.behind_long, cached, now - lease.charged_at, now)
         if pace.prefills <= MAX_LENT_OBSERVATIONS:
             self._copy_latency(lease.worker)
 
     def _start_decoding(self, lease: Lease) -> None:
-        worker, samples = lease.worker, lease.ask.samples
+        worker, samples = lease.worker, lease.info.samples
         lease.decoding_before = worker.decoding
         worker.decoding += samples
         lease.decoding = samples
@@ -210,7 +210,7 @@ class Fleet:
         lease.first_token_at = now
         kv_usage.mark_prompt_cached(lease)
         self._unpin(lease)
-        if lease.ask.needs_engine:
+        if lease.info.needs_engine:
             lease.worker.note_progress(now)
         if lease.trial:
             self.health.record_success(lease.worker)
@@ -220,10 +220,10 @@ class Fleet:
             elif self.roster.leaving:
                 self.roster.load_changed(lease.worker)
             return
-        ask, worker = lease.ask, lease.worker
+        info, worker = lease.info, lease.worker
         # The time may include a wait for a slot.
         stood = worker.role is Role.DECODE and worker.queued_before
-        if now >= worker.pace.first_due and (ask.stream or not ask.generates) and not stood:
+        if now >= worker.pace.first_due and (info.stream or not info.generates) and not stood:
             self._learn_first_token(lease, lease.decision.cached_tokens, now)
         self._end_prefill(lease, now)
 
@@ -240,7 +240,7 @@ class Fleet:
         self._count_prefill(lease, -1)
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
-        if lease.ask.generates:
+        if lease.info.generates:
             self._start_decoding(lease)
         else:
             self.roster.load_changed(worker)
@@ -252,7 +252,7 @@ class Fleet:
         if before and not lease.released:
             left = before - seen
             if left <= 0:
-                left = _estimate_remaining(lease.ask, lease.seen_tokens)
+                left = _estimate_remaining(lease.info, lease.seen_tokens)
             lease.decode_tokens = left
             lease.worker.decode_tokens += left - before
         if self.roster.leaving and lease.worker in self.roster.leaving:
@@ -267,7 +267,7 @@ class Fleet:
             self.release(lease.prefill)
             self._unpin(lease)
         worker = lease.worker
-        sequences = lease.ask.samples if lease.sent else 0
+        sequences = lease.info.samples if lease.sent else 0
         worker.requests -= 1
         worker.sequences -= sequences
         worker.decode_tokens -= lease.decode_tokens
@@ -280,17 +280,17 @@ class Fleet:
             lease.decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
-        if worker.reports_prefixes and lease.ask.prefix:
-            self.roster.prefixes.end_request(lease.ask.prefix, worker.index)
+        if worker.reports_prefixes and lease.info.prefix:
+            self.roster.prefixes.end_request(lease.info.prefix, worker.index)
         self.roster.load_changed(worker)
         return True
 
 
-def _estimate_remaining(ask: RequestInfo, seen: int) -> int:
+def _estimate_remaining(info: RequestInfo, seen: int) -> int:
     """Estimate the rest of a response that has reached its expected length.
 
     The expected length again: otherwise long responses would seem nearest to their end.
     """
-    expected, limit = ask.expected_output * ask.samples, ask.output_tokens
+    expected, limit = info.expected_output * info.samples, info.output_tokens
     more = expected - seen % expected
-    return more if limit is None else max(min(more, limit * ask.samples - seen), 0)
+    return more if limit is None else max(min(more, limit * info.samples - seen), 0)

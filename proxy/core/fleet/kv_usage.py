@@ -75,9 +75,9 @@ def uncharged_tokens(worker: Worker, now: float) -> int:
     return worker.kv_more if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S else 0
 
 
-def shared_tokens(worker: Worker, ask: RequestInfo) -> int:
+def shared_tokens(worker: Worker, info: RequestInfo) -> int:
     """Estimate the prompt tokens that other requests hold in the cache."""
-    prefix = ask.prefix
+    prefix = info.prefix
     if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
     found = worker.running_prefixes.shared_tokens(prefix)
@@ -85,11 +85,11 @@ def shared_tokens(worker: Worker, ask: RequestInfo) -> int:
 
 
 def _share_prefix(lease: Lease) -> None:
-    ask, worker = lease.ask, lease.worker
-    prefix, prefixes = ask.prefix, worker.running_prefixes
+    info, worker = lease.info, lease.worker
+    prefix, prefixes = info.prefix, worker.running_prefixes
     if len(prefix) < MIN_SHARED_BLOCKS or not worker.kv_capacity:
         return
-    per_byte = ask.prompt_tokens / ask.prefix_bytes
+    per_byte = info.prompt_tokens / info.prefix_bytes
     before = prefixes.tokens
     lease.holds, found = prefixes.add_request(prefix, per_byte)
     again = int(found * max(worker.pace.missing, worker.kv_apart))

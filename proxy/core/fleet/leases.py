@@ -155,7 +155,7 @@ class Lease:
 
     def __init__(
         self,
-        ask: RequestInfo,
+        info: RequestInfo,
         attempts: Attempts,
         decision: Decision,
         worker: Worker,
@@ -164,7 +164,7 @@ class Lease:
         decode_tokens: int,
         kv_tokens: int,
     ) -> None:
-        self.ask = ask
+        self.info = info
         self.attempts = attempts
         self.decision = decision
         self.worker = worker

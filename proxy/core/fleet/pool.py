@@ -43,26 +43,30 @@ class Pool:
         whole = [worker.limit for worker in workers if worker.role.can_serve]
         self.limit = max(whole, default=NO_LIMIT)
 
-    def groups_for(self, ask: RequestInfo) -> list[Group]:
+    def groups_for(self, info: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
 
         An uncertain request goes to the largest context.
         """
-        needs, error = ask.needed_context, ask.prompt_error
+        needs, error = info.needed_context, info.prompt_error
         sure = [group for group in self.groups if needs + error <= group.limit]
         if sure or needs - error > self.most:
             return sure
         return [group for group in self.groups if group.limit == self.most]
 
     def available_workers(
-        self, ask: RequestInfo, now: float, resting: Collection[Worker], holders: Collection[Worker]
+        self,
+        info: RequestInfo,
+        now: float,
+        resting: Collection[Worker],
+        holders: Collection[Worker],
     ) -> list[Worker]:
-        fits_all = ask.needed_context + ask.prompt_error <= self.least
+        fits_all = info.needed_context + info.prompt_error <= self.least
         if fits_all and not self.ranked:  # the usual case
             groups = self.groups
             found = [worker for worker in self.all if not worker.shut]
         else:
-            groups = self.groups_for(ask)
+            groups = self.groups_for(info)
             found = [worker for group in groups for worker in group.candidates()]
         if not resting and not holders:
             return found

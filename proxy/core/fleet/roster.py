@@ -156,12 +156,12 @@ class Roster:
         """Return False if the worker was removed."""
         return self.by_index.get(worker.index) is worker
 
-    def expect_prefix(self, ask: RequestInfo, worker: Worker) -> None:
+    def expect_prefix(self, info: RequestInfo, worker: Worker) -> None:
         if not self.contains(worker):
             return
-        self.prefixes.record(ask.prefix, worker.index)
-        if worker.reports_prefixes and self.name_prefix is not None and ask.prompts == 1:
-            self.name_prefix(worker, ask)
+        self.prefixes.record(info.prefix, worker.index)
+        if worker.reports_prefixes and self.name_prefix is not None and info.prompts == 1:
+            self.name_prefix(worker, info)
 
     def remove(self, name: str) -> Worker | None:
         """Remove a worker. Leases in flight are still released to it."""

@@ -1,4 +1,4 @@
-"""Slots of a worker, learnt from its own queue.
+"""Slots of a worker, learned from its own queue.
 
 A hand-over must not wait in that queue, because the prefill worker holds its blocks for a limited
 time. It needs a slot when its prefill is done.

@@ -76,7 +76,7 @@ class Worker:
     reports_prefixes: bool = False  # its journal is read
     queued: int = 0  # on the worker
     queued_before: int = 0
-    slots: float = inf  # slots learnt from its queue
+    slots: float = inf  # slots learned from its queue
 
     requests: int = 0
     sequences: int = 0  # prompts times samples
@@ -88,7 +88,7 @@ class Worker:
     kv_spare: int = 0  # charged but not held; negative: held but not charged
     kv_more: int = 0  # beyond the charges
     running_prefixes: PrefixTree = field(default_factory=PrefixTree)  # prefixes of its requests
-    kv_apart: float = 0.0  # learnt share of prefixes that is not shared
+    kv_apart: float = 0.0  # learned share of prefixes that is not shared
     pinned: int = 0  # hand-overs not fetched yet
     decoding: int = 0  # after the first token
     written: int = 0  # to its cache, total
@@ -212,17 +212,17 @@ class Worker:
     def accepts(self, now: float) -> bool:
         return not self.shut or (not self.is_full and self.may_send(now))
 
-    def may_fit(self, ask: RequestInfo) -> bool:
+    def may_fit(self, info: RequestInfo) -> bool:
         """Return whether the low estimate fits."""
-        return ask.needed_context - ask.prompt_error <= self.limit
+        return info.needed_context - info.prompt_error <= self.limit
 
-    def surely_fits(self, ask: RequestInfo) -> bool:
+    def surely_fits(self, info: RequestInfo) -> bool:
         """Return whether the high estimate fits."""
-        return ask.needed_context + ask.prompt_error <= self.limit
+        return info.needed_context + info.prompt_error <= self.limit
 
-    def cached_tokens(self, held: PrefixHolders) -> int:
+    def cached_tokens(self, prefixes: PrefixHolders) -> int:
         """Return the prompt tokens it should have cached."""
-        for tokens, holders in held:
+        for tokens, holders in prefixes:
             if holders & self.bit:
                 return tokens
         return 0
@@ -235,9 +235,9 @@ class Worker:
         self.output_price = pace.each_s * others
         self.cached_price = self.prompt_price * (1.0 - pace.missing)
 
-    def ttft_s(self, ask: RequestInfo, now: float, cached: int) -> float:
-        wait = self.wait_s(now, for_long=ask.long)
-        return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
+    def ttft_s(self, info: RequestInfo, now: float, cached: int) -> float:
+        wait = self.wait_s(now, for_long=info.long)
+        return wait + self.pace.first_token_s(info.prompt_tokens - cached, 0.0, cached)
 
     def wait_s(self, now: float, *, for_long: bool) -> float:
         """Predict the delay by earlier prefills.

@@ -1,4 +1,4 @@
-"""Tokens per text, learnt from prompts of known size.
+"""Tokens per text, learned from prompts of known size.
 
 Idea: tokens = fixed + per_byte * text + per_tool * tools. A Kalman filter attributes errors to
 uncertain parameters: short prompts teach the template, long ones the rate.
@@ -38,7 +38,7 @@ USUAL_OUTPUT = 256  # until responses are seen
 
 @dataclass(slots=True)
 class LearnedSizes:
-    """Sizes learnt of one model, route and tenant."""
+    """Sizes learned of one model, route and tenant."""
 
     fixed: float = 0.0  # tokens per prompt
     per_byte: float = PER_BYTE  # of text

@@ -1,4 +1,4 @@
-"""Latency of one worker, learnt from observations.
+"""Latency of one worker, learned from observations.
 
     time to first token = fixed + seconds per prefill token x tokens, its own and those ahead
     time of a step      = base  + seconds per decoding sequence x sequences

@@ -1,4 +1,4 @@
-"""Tokens per image, audio clip and video, learnt from `usage`.
+"""Tokens per image, audio clip and video, learned from `usage`.
 
 Idea: a running mean per kind. Tokens beyond the text estimate are divided in proportion to the
 means.

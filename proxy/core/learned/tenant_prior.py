@@ -66,10 +66,10 @@ class TenantPrior:
         return found
 
 
-def _copy(learnt: LearnedSizes) -> LearnedSizes:
-    found = LearnedSizes(learnt.fixed, learnt.per_byte, learnt.per_tool)
-    found.output = learnt.output
-    found.media = learnt.media.copy()
+def _copy(learned: LearnedSizes) -> LearnedSizes:
+    found = LearnedSizes(learned.fixed, learned.per_byte, learned.per_tool)
+    found.output = learned.output
+    found.media = learned.media.copy()
     return found
 
 

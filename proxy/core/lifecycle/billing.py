@@ -19,67 +19,67 @@ FIRST_EVENT_IS_TOKEN = route_names(lambda route: route.begins_with_token)
 STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
 
 
-def ask_other_hosts(ask: RequestInfo, done: Decided) -> PendingDecision | None:
+def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
     """Have all hosts together decide whether a request exceeds its tenant's limits.
 
     Returns None if this host decides, or may admit it. `done` is followed by `enter`, or by
     `leave`.
     """
-    tenant = ask.tenant
+    tenant = info.tenant
     if tenant is None:
         return None
     ledger = tenant.ledger
     if (
         ledger.remote is None
         or not ledger.is_limited
-        or ledger.too_long(ask.min_prompt_size) is not None
+        or ledger.too_long(info.min_prompt_size) is not None
     ):
         return None
-    tokens = _tokens(ask)
+    tokens = _tokens(info)
     if ledger.remote.take(tokens):
-        ask.bill.decided, ask.bill.exceeded = tokens, None
+        info.bill.decided, info.bill.exceeded = tokens, None
         return None
 
     def decided(exceeded: LimitExceeded | None) -> None:
-        ask.bill.decided, ask.bill.exceeded = tokens, exceeded
+        info.bill.decided, info.bill.exceeded = tokens, exceeded
         done(exceeded)
 
     return ledger.remote.ask(tokens, decided)
 
 
-def _tokens(ask: RequestInfo) -> int:
+def _tokens(info: RequestInfo) -> int:
     """Return what a request may use, without what an earlier attempt has been charged."""
-    tokens = ask.prompt_tokens + ask.expected_output * ask.samples
-    return max(tokens - ask.bill.settled_prompt - ask.bill.settled_output, 0)
+    tokens = info.prompt_tokens + info.expected_output * info.samples
+    return max(tokens - info.bill.settled_prompt - info.bill.settled_output, 0)
 
 
-def enter(ask: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
+def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
     """Admit a request, or return the limit that it exceeds; `again`: a retry.
 
     `uncounted`: a worker counts the prompt first, then `enter` is called again. Counting is work,
     so all limits apply.
     """
-    tenant = ask.tenant
+    tenant = info.tenant
     if tenant is None:
         return None
     ledger = tenant.ledger
     breach: LimitExceeded | None = None
-    tokens = _tokens(ask)
-    if ask.bill.entered >= 0:  # admitted for counting
-        breach = ledger.too_long(ask.min_prompt_size)
-    elif ask.bill.decided >= 0:
-        breach, tokens = ledger.enter_decided(ask.bill.exceeded), ask.bill.decided
-        ask.bill.decided = -1
+    tokens = _tokens(info)
+    if info.bill.entered >= 0:  # admitted for counting
+        breach = ledger.too_long(info.min_prompt_size)
+    elif info.bill.decided >= 0:
+        breach, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided
+        info.bill.decided = -1
     elif again:
         ledger.enter_again(now, tokens)
     else:
-        breach = ledger.enter(now, tokens, ask.least_prompt if uncounted else ask.min_prompt_size)
+        breach = ledger.enter(now, tokens, info.least_prompt if uncounted else info.min_prompt_size)
     if breach is not None:
-        leave(ask, now)
+        leave(info, now)
         _count(tenant, breach)
-        return refusals.limited(ask, breach)
-    if ask.bill.entered < 0:
-        ask.bill.entered = tokens
+        return refusals.limited(info, breach)
+    if info.bill.entered < 0:
+        info.bill.entered = tokens
         tenant.notify_watches()
     return None
 
@@ -118,54 +118,54 @@ def _count(tenant: Tenant, breach: LimitExceeded) -> None:
     limited[which] = limited.get(which, 0) + 1
 
 
-def leave(ask: RequestInfo, now: float, used: int = 0) -> None:
-    if ask.tenant is None:
+def leave(info: RequestInfo, now: float, used: int = 0) -> None:
+    if info.tenant is None:
         return
-    if ask.bill.decided >= 0:  # it never entered
-        if ask.bill.exceeded is None:
-            ask.tenant.ledger.refund(now, ask.bill.decided)
-        ask.bill.decided = -1
-    if ask.bill.entered >= 0:
-        ask.tenant.ledger.leave(now, ask.bill.entered, used)
-        ask.tenant.notify_watches()
-        ask.bill.entered = -1
+    if info.bill.decided >= 0:  # it never entered
+        if info.bill.exceeded is None:
+            info.tenant.ledger.refund(now, info.bill.decided)
+        info.bill.decided = -1
+    if info.bill.entered >= 0:
+        info.tenant.ledger.leave(now, info.bill.entered, used)
+        info.tenant.notify_watches()
+        info.bill.entered = -1
 
 
 def settle(
     settings: FairnessSettings, lease: Lease, now: float, outcome: Outcome, usage: Usage | None
 ) -> None:
     """Charge a tenant; worker failures are free, and earlier attempts of a stream are settled."""
-    ask = lease.ask
-    tenant = ask.tenant
+    info = lease.info
+    tenant = info.tenant
     if tenant is None:
         return
-    bill = ask.bill
+    bill = info.bill
     prompt = output = 0
     if outcome is DONE and usage is not None:
         prompt, output = usage.prompt_tokens, usage.completion_tokens
-        if not ask.pinned:  # most is cached
-            charge_prompt(tenant, ask, prompt - ask.prompt_tokens)
+        if not info.pinned:  # most is cached
+            charge_prompt(tenant, info, prompt - info.prompt_tokens)
         output = max(output - bill.settled_output, 0)
     elif outcome is DONE:
-        prompt = ask.prompt_tokens
+        prompt = info.prompt_tokens
         unseen = 0 if bill.settled_output else bill.prepaid
         output = max(lease.seen_tokens or unseen, _estimate_output(lease, now))
     elif outcome in STOPPED_EARLY:
-        prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _estimate_output(lease, now))
+        prompt, output = info.prompt_tokens, max(lease.seen_tokens, _estimate_output(lease, now))
     elif lease.seen_tokens:
-        prompt, output = ask.prompt_tokens, lease.seen_tokens
+        prompt, output = info.prompt_tokens, lease.seen_tokens
     prompt = max(prompt - bill.settled_prompt, 0)
-    charge_output(settings, ask, output - bill.prepaid)
+    charge_output(settings, info, output - bill.prepaid)
     bill.prepaid = 0
     if not prompt:
-        charge_prompt(tenant, ask, -bill.paid)
-    tenant.settle(bill.unsettled, ask.rank)
+        charge_prompt(tenant, info, -bill.paid)
+    tenant.settle(bill.unsettled, info.rank)
     bill.unsettled = 0.0
     bill.settled_prompt += prompt
     bill.settled_output += output
     tenant.totals.prompt_tokens += prompt
     tenant.totals.output_tokens += output
-    leave(ask, now, prompt + output)
+    leave(info, now, prompt + output)
 
 
 def _estimate_output(lease: Lease, now: float) -> int:
@@ -173,22 +173,22 @@ def _estimate_output(lease: Lease, now: float) -> int:
 
     Otherwise disconnects, or many tokens per event, would be free.
     """
-    ask, worker = lease.ask, lease.worker
-    if not ask.generates or not lease.sent:
+    info, worker = lease.info, lease.worker
+    if not info.generates or not lease.sent:
         return 0
     since = _decode_start(lease)
-    step_s = worker.pace.step_s(worker.decoding + ask.samples)
+    step_s = worker.pace.step_s(worker.decoding + info.samples)
     decoded_s = _last_computed_at(worker, since, now) - since if since < now else 0.0
     steps = max(int(decoded_s / step_s), 0)
-    most = ask.output_tokens
+    most = info.output_tokens
     if most is None:
-        most = max(worker.limit - ask.largest_prompt, 0)
-    return min(steps, most) * ask.samples
+        most = max(worker.limit - info.largest_prompt, 0)
+    return min(steps, most) * info.samples
 
 
 def first_token_time(lease: Lease) -> float | None:
     """Return the time of the first token, even a hidden one."""
-    if lease.begun_at is not None and lease.ask.route in FIRST_EVENT_IS_TOKEN:
+    if lease.begun_at is not None and lease.info.route in FIRST_EVENT_IS_TOKEN:
         return lease.begun_at
     return lease.first_token_at
 
@@ -198,18 +198,18 @@ def _decode_start(lease: Lease) -> float:
 
     The first visible token may be late.
     """
-    ask, pace = lease.ask, lease.worker.pace
+    info, pace = lease.info, lease.worker.pace
     first_at, begun_at = lease.first_token_at, lease.begun_at
-    if ask.stream and (begun_at is None or ask.route in FIRST_EVENT_IS_TOKEN):
+    if info.stream and (begun_at is None or info.route in FIRST_EVENT_IS_TOKEN):
         since = first_token_time(lease)
         return inf if since is None else since
     cached, halves = lease.decision.cached_tokens, lease.decision.handover
     if halves is None:
-        tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+        tokens = lease.ahead_tokens + info.prompt_tokens - cached
         since = lease.charged_at + pace.first_token_s(tokens, lease.behind_long, cached)
     else:
         since = lease.charged_at + halves.transfer_s
-    if ask.stream and begun_at is not None:
+    if info.stream and begun_at is not None:
         since = max(since, begun_at)  # typed streams announce a response early
     return since if first_at is None else min(since, first_at)
 

@@ -28,7 +28,7 @@ def update_breaker(
 ) -> None:
     """Update the breaker; only a trial may close it."""
     worker = lease.worker
-    if outcome not in INCONCLUSIVE and lease.ask.needs_engine:
+    if outcome not in INCONCLUSIVE and lease.info.needs_engine:
         worker.note_progress(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.health.record_failure(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
@@ -56,8 +56,8 @@ def tokens_by_events(lease: Lease) -> int:
 
     A tool call puts many tokens into one event.
     """
-    ask = lease.ask
-    return lease.seen_tokens if ask.stream and ask.generates and not ask.tool_bytes else 0
+    info = lease.info
+    return lease.seen_tokens if info.stream and info.generates and not info.tool_bytes else 0
 
 
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
@@ -67,20 +67,20 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
 
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
-    ask, cached = lease.ask, lease.decision.cached_tokens
+    info, cached = lease.info, lease.decision.cached_tokens
     pace = lease.worker.pace
-    if ask.generates:
-        steps = tokens // max(ask.samples, 1) - 1
+    if info.generates:
+        steps = tokens // max(info.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
         if lease.first_token_at is not None:
             since = first_token_time(lease)
-            if ask.stream and steps >= MIN_STEPS and since is not None:
+            if info.stream and steps >= MIN_STEPS and since is not None:
                 pace.learn_steps(beside, (now - since) / steps, now)
-        elif not ask.stream and steps >= 0:
+        elif not info.stream and steps >= 0:
             seconds = now - lease.charged_at
             halves = lease.decision.handover
             if halves is None:
-                ahead = lease.ahead_tokens + ask.prompt_tokens - cached
+                ahead = lease.ahead_tokens + info.prompt_tokens - cached
                 pace.learn_total(ahead, lease.behind_long, cached, beside, steps, seconds, now)
             elif steps >= MIN_STEPS and halves.tokens:  # its first token follows the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
@@ -92,25 +92,25 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
 
     Otherwise a hung worker would look fast.
     """
-    ask, worker = lease.ask, lease.worker
+    info, worker = lease.info, lease.worker
     pace, cached = worker.pace, lease.decision.cached_tokens
-    if lease.first_token_at is not None or not lease.sent or not ask.needs_engine:
+    if lease.first_token_at is not None or not lease.sent or not info.needs_engine:
         return
     if lease.prefill is not None:  # successful transfers teach
         return
     if now < pace.first_due:  # many clients leave at once
         return
     seconds = now - lease.charged_at
-    tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+    tokens = lease.ahead_tokens + info.prompt_tokens - cached
     first_s = pace.first_token_s(tokens, lease.behind_long, cached)
-    if ask.stream or not ask.generates:
+    if info.stream or not info.generates:
         if seconds <= first_s:
             return
         pace.learn_first_token(tokens, lease.behind_long, cached, seconds, now)
     else:
-        if ask.output_tokens is None or ask.samples > 1:
+        if info.output_tokens is None or info.samples > 1:
             return  # unknown total
-        beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
+        beside, steps = worker.decoding + 1, max(info.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
         pace.learn_total(tokens, lease.behind_long, cached, beside, steps, seconds, now)

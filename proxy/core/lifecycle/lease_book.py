@@ -42,11 +42,11 @@ class LeaseBook:
         handover = lease.decision.handover
         if lease.worker.queued_before:  # may include its queue
             return
-        if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
+        if handover is not None and handover.tokens and lease.info.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
             first, second = handover.prefill.name, lease.worker.name
-            self._placer.transfer_times(lease.ask.model).learn(
+            self._placer.transfer_times(lease.info.model).learn(
                 first, second, handover.tokens, seconds
             )
 
@@ -69,7 +69,7 @@ class LeaseBook:
         goes_on = self._ensure_decode_worker(
             lease, now, self._placer.settings.transfer_within_s - spent_s, may_move
         )
-        if goes_on and not lease.ask.stream:  # it shows no first token
+        if goes_on and not lease.info.stream:  # it shows no first token
             self._record_prefix(lease)
         return goes_on
 
@@ -89,7 +89,7 @@ class LeaseBook:
         return True
 
     def _choose_other_decode(self, lease: Lease, now: float, within_s: float) -> Worker | None:
-        workers, links = self._roster.pool(lease.ask.model).all, self._placer.links
+        workers, links = self._roster.pool(lease.info.model).all, self._placer.links
         while True:
             other = handover_cost.choose_other_decode(workers, lease, now, links, within_s)
             if other is None or not self._roster.is_filled_elsewhere(other, now):
@@ -100,24 +100,24 @@ class LeaseBook:
 
         Earlier, other requests would count it as cached.
         """
-        if lease.ask.prefix:
-            self._roster.expect_prefix(lease.ask, lease.worker)
+        if lease.info.prefix:
+            self._roster.expect_prefix(lease.info, lease.worker)
 
     def record_tokens(self, lease: Lease, count: int) -> None:
         self._fleet.record_tokens(lease, count)
-        ask = lease.ask
-        if ask.tenant is not None and lease.seen_tokens > ask.bill.prepaid:
+        info = lease.info
+        if info.tenant is not None and lease.seen_tokens > info.bill.prepaid:
             fairness.charge_output(
-                self._placer.settings.fairness, ask, lease.seen_tokens - ask.bill.prepaid
+                self._placer.settings.fairness, info, lease.seen_tokens - info.bill.prepaid
             )
-            ask.bill.prepaid = lease.seen_tokens
+            info.bill.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
-        """Return whether sizes may be learnt from its usage."""
+        """Return whether sizes may be learned from its usage."""
         return now >= lease.worker.pace.end_due
 
     def wants_usage(self, lease: Lease, now: float) -> bool:
-        return lease.ask.tenant is not None or self.may_learn(lease, now)
+        return lease.info.tenant is not None or self.may_learn(lease, now)
 
     def finish(
         self,
@@ -140,7 +140,7 @@ class LeaseBook:
         if not self._fleet.release(lease):
             return
         self._placer.queue.record_freed_slot(now)
-        if lease.ask.tenant is not None:
+        if lease.info.tenant is not None:
             billing.settle(self._placer.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # the prefill leg failed
             feedback.update_breaker(self._fleet, first, now, outcome, retry_after_s, why)
@@ -159,11 +159,11 @@ class LeaseBook:
 
     def record_response_id(self, lease: Lease, response_id: str, now: float) -> None:
         """Let a response name its session."""
-        ask, sessions = lease.ask, self._roster.sessions
-        if not ask.chained:
+        info, sessions = lease.info, self._roster.sessions
+        if not info.chained:
             return
-        owner = "" if ask.tenant is None else ask.tenant.name
-        key = session_key(owner, ask.model, response_id.encode(errors="replace"))
+        owner = "" if info.tenant is None else info.tenant.name
+        key = session_key(owner, info.model, response_id.encode(errors="replace"))
         if lease.session is None:
             lease.session = sessions.get_or_create(key, now)
             lease.decision.turn = Turn.NEW
@@ -171,23 +171,23 @@ class LeaseBook:
             sessions.rename(lease.session, key)
 
     def _end_turn(self, lease: Lease, session: Session, usage: Usage | None) -> None:
-        ask, worker = lease.ask, lease.worker
+        info, worker = lease.info, lease.worker
         if not self._roster.contains(worker):
             return
-        tokens = ask.prompt_tokens + lease.seen_tokens
+        tokens = info.prompt_tokens + lease.seen_tokens
         if usage is not None:
             tokens = usage.prompt_tokens + usage.completion_tokens
         visit = Visit(worker.index, worker.up_since, tokens, worker.written)
         sessions, estimated = self._roster.sessions, not worker.reports_prefixes
-        sessions.record_turn(session, ask.prefix, ask.prefix_bytes, visit, estimated=estimated)
-        sessions.count(ask.model, lease.decision.turn)
+        sessions.record_turn(session, info.prefix, info.prefix_bytes, visit, estimated=estimated)
+        sessions.count(info.model, lease.decision.turn)
 
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
         may_learn = self.may_learn(lease, now)
         if usage is not None:
             # One tenant's requests must not delay learning for another.
-            if may_learn or self._sizer.has_few_samples(lease.ask):
-                self._sizer.learn(lease.ask, usage)
+            if may_learn or self._sizer.has_few_samples(lease.info):
+                self._sizer.learn(lease.info, usage)
             if may_learn and not lease.attempts.continues:
                 feedback.learn(lease, now, usage, decoding)
         elif (
@@ -195,27 +195,27 @@ class LeaseBook:
             and not lease.attempts.continues
             and (written := feedback.tokens_by_events(lease)) > 0
         ):
-            self._sizer.learn_output(lease.ask, written)
+            self._sizer.learn_output(lease.info, written)
             feedback.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
-        ask = lease.ask
-        return not ask.pinned and lease.worker.limit < self._roster.pool(ask.model).most
+        info = lease.info
+        return not info.pinned and lease.worker.limit < self._roster.pool(info.model).most
 
     def enlarge_request(self, lease: Lease) -> RequestInfo:
         """Return the request as the next attempt sees it: larger than this worker."""
-        larger = enlarge(lease.ask, lease.worker.limit, self._placer.settings.short_limit)
+        larger = enlarge(lease.info, lease.worker.limit, self._placer.settings.short_limit)
         lease.attempts = replace(lease.attempts, enlarged=larger)
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        ask, first = lease.ask, lease.prefill
-        pool = self._roster.pool(ask.model)
+        info, first = lease.info, lease.prefill
+        pool = self._roster.pool(info.model)
         tried = frozenset(() if first is None else (first.worker,))
         links = self._placer.links
-        return handover_cost.choose_prefill(pool, ask, now, [], tried, links) is not None
+        return handover_cost.choose_prefill(pool, info, now, [], tried, links) is not None
 
     def has_other_worker(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""
-        others = (w for w in self._roster.pool(lease.ask.model).all if w is not lease.worker)
-        return any(not w.is_barred and w.may_fit(lease.ask) for w in others)
+        others = (w for w in self._roster.pool(lease.info.model).all if w is not lease.worker)
+        return any(not w.is_barred and w.may_fit(lease.info) for w in others)

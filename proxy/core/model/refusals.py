@@ -76,16 +76,16 @@ def _listed(models: Iterable[str]) -> str:
     return short_list(sorted(models)) or "none"
 
 
-def too_long(ask: RequestInfo, limit: int) -> Refusal:
-    about = "" if ask.counted else "about "
-    output = ask.output_tokens or 0
-    requested = f"you requested {about}{ask.largest_prompt + output} tokens "
+def too_long(info: RequestInfo, limit: int) -> Refusal:
+    about = "" if info.counted else "about "
+    output = info.output_tokens or 0
+    requested = f"you requested {about}{info.largest_prompt + output} tokens "
     message = (
         f"This model's maximum context length is {limit} tokens. However, {requested}"
-        f"({about}{ask.largest_prompt} in the prompt, {output} for the output). "
+        f"({about}{info.largest_prompt} in the prompt, {output} for the output). "
         "Please reduce the length of the prompt or of the output."
     )
-    param = BY_NAME[ask.route].prompt_param
+    param = BY_NAME[info.route].prompt_param
     return Refusal(400, Reason.TOO_LONG, message, "context_length_exceeded", param)
 
 
@@ -199,15 +199,15 @@ def not_isolated(route: str) -> Refusal:
     return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
 
 
-def limited(ask: RequestInfo, exceeded: LimitExceeded) -> Refusal:
+def limited(info: RequestInfo, exceeded: LimitExceeded) -> Refusal:
     """429, or 400 if waiting does not help."""
     if exceeded.retry_after_s is None:
-        about = "" if ask.counted else "about "
+        about = "" if info.counted else "about "
         message = (
             f"Your key allows prompts of up to {exceeded.most} tokens; this prompt has {about}"
-            f"{ask.largest_prompt}. Please reduce the length of the prompt."
+            f"{info.largest_prompt}. Please reduce the length of the prompt."
         )
-        param = BY_NAME[ask.route].prompt_param
+        param = BY_NAME[info.route].prompt_param
         return Refusal(400, Reason.LIMITED, message, "context_length_exceeded", param)
     return limited_for_now(exceeded, exceeded.retry_after_s)
 

@@ -92,7 +92,7 @@ class RequestInfo:
     prompt_error: int  # possible error of the largest prompt
     largest_prompt: int
     output_tokens: int | None  # limit per sample; None: the rest of the context
-    expected_output: int = 0  # per sample, learnt
+    expected_output: int = 0  # per sample, learned
     generates: bool = True  # whether it decodes
     stream: bool = False
     asks_usage: bool = False  # its client may expect usage in the stream

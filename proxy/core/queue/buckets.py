@@ -152,7 +152,7 @@ class Buckets:
         entry: Entry | None = None
         if fifo.tickets:
             fifo.least = min(
-                ticket.ask.needed_context for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS)
+                ticket.info.needed_context for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS)
             )
             _, standing, _, first = fifo.turn
             entry = standing, fifo.began, first, fifo.number, fifo.least, fifo
@@ -201,14 +201,14 @@ class RemoteQueues(Protocol):
         """
 
 
-def place_of(ask: RequestInfo) -> Place:
-    return ask.model, LONG if ask.long else SHORT
+def place_of(info: RequestInfo) -> Place:
+    return info.model, LONG if info.long else SHORT
 
 
 def key_of(ticket: Ticket) -> Key:
-    ask = ticket.ask
+    info = ticket.info
     if ticket.cache_wait is not None:
-        return (ask.model, FOR_CACHE), ask.rank, ask.tenant
-    if ticket.attempts.is_retry or ask.pinned:
-        return (ask.model, OWN_PLACE), ask.rank, ask.tenant
-    return place_of(ask), ask.rank, ask.tenant
+        return (info.model, FOR_CACHE), info.rank, info.tenant
+    if ticket.attempts.is_retry or info.pinned:
+        return (info.model, OWN_PLACE), info.rank, info.tenant
+    return place_of(info), info.rank, info.tenant

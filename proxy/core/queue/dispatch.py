@@ -138,7 +138,7 @@ class DispatchRound:
         """Dispatch the first ticket that can go; skip needs that failed before."""
         place, least, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
-            needs = ticket.ask.needed_context
+            needs = ticket.info.needed_context
             if needs >= self._need_bound(place):
                 continue
             ticket.aged = aged

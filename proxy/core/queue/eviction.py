@@ -23,36 +23,36 @@ Amounts = tuple[float, float, float]  # requests, bytes, tokens
 NOTHING: Amounts = (0, 0, 0)
 
 
-def amounts(ask: RequestInfo) -> Amounts:
-    return 1, ask.body_bytes, ask.prompt_tokens
+def amounts(info: RequestInfo) -> Amounts:
+    return 1, info.body_bytes, info.prompt_tokens
 
 
 class QueueCapacity:
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 
-    def add(self, ask: RequestInfo) -> None:
-        self._used[ask.tenant] = add_amounts(self._used.get(ask.tenant, NOTHING), amounts(ask))
+    def add(self, info: RequestInfo) -> None:
+        self._used[info.tenant] = add_amounts(self._used.get(info.tenant, NOTHING), amounts(info))
 
-    def remove(self, ask: RequestInfo) -> None:
-        left = add_amounts(self._used[ask.tenant], amounts(ask), -1)
+    def remove(self, info: RequestInfo) -> None:
+        left = add_amounts(self._used[info.tenant], amounts(info), -1)
         if left[0]:
-            self._used[ask.tenant] = left
+            self._used[info.tenant] = left
         else:
-            del self._used[ask.tenant]
+            del self._used[info.tenant]
 
     def choose_evicted(
-        self, ask: RequestInfo, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
+        self, info: RequestInfo, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
     ) -> list[Ticket]:
         """Return the tickets to evict; none if that would not make enough room.
 
         `over` is the excess with the request.
         """
         used = dict(self._used)
-        own = _share(add_amounts(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
-        may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, ask)]
+        own = _share(add_amounts(used.get(info.tenant, NOTHING), amounts(info)), most, info.tenant)
+        may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, info)]
         return _choose_last(
-            may, used, over, most, lambda fifo: _exceeds_share(fifo, ask, used, own, most)
+            may, used, over, most, lambda fifo: _exceeds_share(fifo, info, used, own, most)
         )
 
     def choose_surplus(
@@ -77,7 +77,7 @@ def _choose_last(
 ) -> list[Ticket]:
     """Take the last ticket of the largest tenant until nothing exceeds its limit."""
     tickets = {
-        fifo.key: [t for t in fifo.tickets if t.ask.prompt_tokens <= most[2]]
+        fifo.key: [t for t in fifo.tickets if t.info.prompt_tokens <= most[2]]
         if partly
         else fifo.tickets
         for fifo in may
@@ -92,25 +92,25 @@ def _choose_last(
         left[fifo.key] -= 1
         ticket = tickets[fifo.key][left[fifo.key]]
         gone.append(ticket)
-        used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts(ticket.ask), -1)
-        over = add_amounts(over, amounts(ticket.ask), -1)
+        used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts(ticket.info), -1)
+        over = add_amounts(over, amounts(ticket.info), -1)
     return gone if partly or max(over) <= 0 else []
 
 
-def _may_yield(fifo: RequestFifo, ask: RequestInfo) -> bool:
+def _may_yield(fifo: RequestFifo, info: RequestInfo) -> bool:
     if fifo.rank is BATCH:
-        return ask.rank is not BATCH or fifo.tenant is not ask.tenant
-    return ask.rank is not BATCH and fifo.tenant is not ask.tenant
+        return info.rank is not BATCH or fifo.tenant is not info.tenant
+    return info.rank is not BATCH and fifo.tenant is not info.tenant
 
 
 def _exceeds_share(
     fifo: RequestFifo,
-    ask: RequestInfo,
+    info: RequestInfo,
     used: dict[Tenant | None, Amounts],
     own: float,
     most: Amounts,
 ) -> bool:
-    if fifo.rank is BATCH and ask.rank is not BATCH:
+    if fifo.rank is BATCH and info.rank is not BATCH:
         return True
     return _share(used[fifo.tenant], most, fifo.tenant) > own
 

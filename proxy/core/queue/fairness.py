@@ -45,26 +45,26 @@ class FairnessSettings:
         object.__setattr__(self, "ages", MappingProxyType(ages))
 
 
-def charge(settings: FairnessSettings, tenant: Tenant, ask: RequestInfo, cached: int) -> None:
-    output = ask.expected_output * ask.samples
-    ask.bill.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
-    ask.bill.prepaid = output
-    tokens = ask.bill.paid + settings.output_weight * output
-    tenant.charge(tokens, ask.rank, free=ask.bill.free)
-    if not ask.bill.free:
-        ask.bill.unsettled = tenant.estimate(tokens, ask.rank)
+def charge(settings: FairnessSettings, tenant: Tenant, info: RequestInfo, cached: int) -> None:
+    output = info.expected_output * info.samples
+    info.bill.paid = max(info.prompt_tokens - cached, 0) + settings.cached_weight * cached
+    info.bill.prepaid = output
+    tokens = info.bill.paid + settings.output_weight * output
+    tenant.charge(tokens, info.rank, free=info.bill.free)
+    if not info.bill.free:
+        info.bill.unsettled = tenant.estimate(tokens, info.rank)
 
 
-def charge_output(settings: FairnessSettings, ask: RequestInfo, tokens: float) -> None:
+def charge_output(settings: FairnessSettings, info: RequestInfo, tokens: float) -> None:
     """Charge further output tokens; negative: refund."""
-    if (tenant := ask.tenant) is not None:
-        tenant.charge(settings.output_weight * tokens, ask.rank, free=ask.bill.free)
+    if (tenant := info.tenant) is not None:
+        tenant.charge(settings.output_weight * tokens, info.rank, free=info.bill.free)
 
 
-def charge_prompt(tenant: Tenant, ask: RequestInfo, tokens: float) -> None:
-    tokens = max(tokens, -ask.bill.paid)
-    tenant.charge(tokens, ask.rank, free=ask.bill.free)
-    ask.bill.paid += tokens
+def charge_prompt(tenant: Tenant, info: RequestInfo, tokens: float) -> None:
+    tokens = max(tokens, -info.bill.paid)
+    tenant.charge(tokens, info.rank, free=info.bill.free)
+    info.bill.paid += tokens
 
 
 class ShareFloor:

@@ -31,25 +31,25 @@ class AdmissionSettings:
     ttft_s: Mapping[Rank, float] = field(default_factory=dict)
     tpot_s: Mapping[Rank, float] = field(default_factory=dict)
 
-    def ttft_of(self, ask: RequestInfo) -> float | None:
+    def ttft_of(self, info: RequestInfo) -> float | None:
         """Return the tenant's or the class's target."""
-        tenant = ask.tenant
-        if tenant is not None and tenant.spec.ttft_s is not None and ask.rank is tenant.spec.rank:
+        tenant = info.tenant
+        if tenant is not None and tenant.spec.ttft_s is not None and info.rank is tenant.spec.rank:
             return tenant.spec.ttft_s
-        return self.ttft_s.get(ask.rank)
+        return self.ttft_s.get(info.rank)
 
-    def tpot_of(self, ask: RequestInfo) -> float | None:
-        tenant = ask.tenant
-        if tenant is not None and tenant.spec.tpot_s is not None and ask.rank is tenant.spec.rank:
+    def tpot_of(self, info: RequestInfo) -> float | None:
+        tenant = info.tenant
+        if tenant is not None and tenant.spec.tpot_s is not None and info.rank is tenant.spec.rank:
             return tenant.spec.tpot_s
-        return self.tpot_s.get(ask.rank)
+        return self.tpot_s.get(info.rank)
 
-    def left_s(self, ask: RequestInfo, now: float) -> float | None:
+    def left_s(self, info: RequestInfo, now: float) -> float | None:
         """Return the time until a first token is due."""
-        return self.ttft_of(ask) if ask.deadline == inf else ask.deadline - now
+        return self.ttft_of(info) if info.deadline == inf else info.deadline - now
 
-    def due(self, ask: RequestInfo, now: float) -> float:
-        left_s = self.left_s(ask, now)
+    def due(self, info: RequestInfo, now: float) -> float:
+        left_s = self.left_s(info, now)
         return inf if left_s is None else now + left_s
 
 
@@ -57,34 +57,34 @@ NO_TARGETS = AdmissionSettings()
 
 
 def placed_too_late(
-    settings: AdmissionSettings, ask: RequestInfo, decision: Decision, now: float
+    settings: AdmissionSettings, info: RequestInfo, decision: Decision, now: float
 ) -> Refusal | None:
-    target_s = settings.left_s(ask, now)
+    target_s = settings.left_s(info, now)
     halves = decision.handover
     worker = decision.worker if halves is None else halves.prefill
     if target_s is None or not worker.pace.prefills:
         return None
     cached = decision.cached_tokens if halves is None else halves.cached_tokens
-    own_s = worker.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
-    wait_s = worker.wait_s(now, for_long=ask.long)
+    own_s = worker.pace.first_token_s(info.prompt_tokens - cached, 0.0, cached)
+    wait_s = worker.wait_s(now, for_long=info.long)
     if halves is not None:
         own_s += halves.transfer_s
         # The decode worker's own prefills go first.
-        wait_s += max(decision.worker.wait_s(now, for_long=ask.long) - halves.prefill_s, 0.0)
-    return _refuse_late(ask, target_s, wait_s, own_s)
+        wait_s += max(decision.worker.wait_s(now, for_long=info.long) - halves.prefill_s, 0.0)
+    return _refuse_late(info, target_s, wait_s, own_s)
 
 
 def queued_too_late(
-    settings: AdmissionSettings, ask: RequestInfo, queue: Queue, urgency: Urgency, now: float
+    settings: AdmissionSettings, info: RequestInfo, queue: Queue, urgency: Urgency, now: float
 ) -> Refusal | None:
-    target_s = settings.left_s(ask, now)
-    if target_s is None or (wait_s := queue.wait_s(now, queue.ahead_of(ask, urgency.key))) is None:
+    target_s = settings.left_s(info, now)
+    if target_s is None or (wait_s := queue.wait_s(now, queue.ahead_of(info, urgency.key))) is None:
         return None
-    return _refuse_late(ask, target_s, wait_s, urgency.prefill_s)
+    return _refuse_late(info, target_s, wait_s, urgency.prefill_s)
 
 
-def _refuse_late(ask: RequestInfo, target_s: float, wait_s: float, own_s: float) -> Refusal | None:
-    by_client = ask.deadline < inf
+def _refuse_late(info: RequestInfo, target_s: float, wait_s: float, own_s: float) -> Refusal | None:
+    by_client = info.deadline < inf
     for_wait_s = target_s - own_s if own_s < target_s or by_client else target_s
     if wait_s <= for_wait_s:
         return None

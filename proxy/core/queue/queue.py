@@ -88,11 +88,11 @@ class Queue:
         stuck: set[Place] = set()
         for tickets in self.cache_waits.voluntary():
             for ticket in tickets:
-                place, until = place_of(ticket.ask), ticket.cache_until
+                place, until = place_of(ticket.info), ticket.cache_until
                 if place in stuck:
                     break
                 ticket.cache_until = now
-                answer = None if self.any_ahead_of(ticket.ask) else end(ticket, now)
+                answer = None if self.any_ahead_of(ticket.info) else end(ticket, now)
                 if answer is None or isinstance(answer, CacheWait):
                     ticket.cache_until = until
                     stuck.add(place)
@@ -130,10 +130,10 @@ class Queue:
     def _limits(self) -> Amounts:
         return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
 
-    def choose_evicted(self, ask: RequestInfo) -> list[Ticket]:
+    def choose_evicted(self, info: RequestInfo) -> list[Ticket]:
         """Return the tickets to evict; none if that does not help."""
         return self._capacity.choose_evicted(
-            ask, self._lines.by_key.values(), self._excess(amounts(ask)), self._shares()
+            info, self._lines.by_key.values(), self._excess(amounts(info)), self._shares()
         )
 
     def _shares(self) -> Amounts:
@@ -177,15 +177,15 @@ class Queue:
             there.has_higher_class((model, x), BATCH + 1) for x in sizes
         )
 
-    def any_ahead_of(self, ask: RequestInfo) -> bool:
+    def any_ahead_of(self, info: RequestInfo) -> bool:
         if not self.has_waiting:
             return False
-        place = place_of(ask)
-        if self.elsewhere is not None and self.elsewhere.has_higher_class(place, ask.rank + 1):
+        place = place_of(info)
+        if self.elsewhere is not None and self.elsewhere.has_higher_class(place, info.rank + 1):
             return True
-        if any(self._lines.count(place, rank) for rank in RANKS[: ask.rank + 1]):
+        if any(self._lines.count(place, rank) for rank in RANKS[: info.rank + 1]):
             return True
-        others = self._lines.places(ask.model) if ask.rank is BATCH else ()
+        others = self._lines.places(info.model) if info.rank is BATCH else ()
         return any(rank is not BATCH for _, rank in others)
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
@@ -193,35 +193,35 @@ class Queue:
         buckets = self._lines.in_order()
         return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets}
 
-    def ahead_of(self, ask: RequestInfo, key: float) -> int:
-        place, lines = place_of(ask), self._lines
-        above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
-        return above + lines.count_ahead(place, ask.rank, ask.tenant, key)
+    def ahead_of(self, info: RequestInfo, key: float) -> int:
+        place, lines = place_of(info), self._lines
+        above = sum(lines.count(place, rank) for rank in RANKS[: info.rank])
+        return above + lines.count_ahead(place, info.rank, info.tenant, key)
 
-    def longest_wait_s(self, ask: RequestInfo) -> float:
-        return self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
+    def longest_wait_s(self, info: RequestInfo) -> float:
+        return self.fairness.batch_wait_s if info.rank is BATCH else self.max_wait_s
 
     def push(
         self,
-        ask: RequestInfo,
+        info: RequestInfo,
         now: float,
         attempts: Attempts = FIRST_ATTEMPT,
         *,
         urgency: Urgency = NOT_URGENT,
         cache_wait: CacheWait | None = None,
     ) -> Ticket:
-        wait_s, latest = self.longest_wait_s(ask), urgency.latest_start
+        wait_s, latest = self.longest_wait_s(info), urgency.latest_start
         for_client, key = latest < now + wait_s, max(urgency.key, now)
         deadline = latest if for_client else now + wait_s
-        ticket = Ticket(ask, attempts, now, deadline, for_client, key)
-        if ask.tenant is not None:
-            self.turns.add(ask.tenant, ask.rank)
+        ticket = Ticket(info, attempts, now, deadline, for_client, key)
+        if info.tenant is not None:
+            self.turns.add(info.tenant, info.rank)
         self._put(ticket, cache_wait, now)
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
-        self._capacity.add(ask)
+        self._capacity.add(info)
         self.length += 1
-        self.bytes += ask.body_bytes
-        self.tokens += ask.prompt_tokens
+        self.bytes += info.body_bytes
+        self.tokens += info.prompt_tokens
         return ticket
 
     def _put(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
@@ -257,17 +257,17 @@ class Queue:
         if ticket.left:
             return False
         ticket.left = True
-        ask = ticket.ask
+        info = ticket.info
         self._extract(ticket)
-        if ask.tenant is not None:
-            last = not self._lines.has_waiting(ask.tenant, ask.rank)
-            self.turns.remove(ask.tenant, ask.rank, last=last)
+        if info.tenant is not None:
+            last = not self._lines.has_waiting(info.tenant, info.rank)
+            self.turns.remove(info.tenant, info.rank, last=last)
         if self.elsewhere is not None:
             self.elsewhere.report_change()
-        self._capacity.remove(ask)
+        self._capacity.remove(info)
         self.length -= 1
-        self.bytes -= ask.body_bytes
-        self.tokens -= ask.prompt_tokens
+        self.bytes -= info.body_bytes
+        self.tokens -= info.prompt_tokens
         if len(self._deadlines) > 2 * self.length + SPARE_DEADLINES:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].left]
             heapify(self._deadlines)

@@ -11,7 +11,7 @@ from proxy.core.model.types import RequestInfo
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    ask: RequestInfo
+    info: RequestInfo
     attempts: Attempts
     since: float
     deadline: float  # refused then

@@ -37,36 +37,36 @@ NOT_URGENT = Urgency()
 
 
 def urgency_of(
-    roster: Roster, ask: RequestInfo, now: float, wait_s: float, due: float = inf
+    roster: Roster, info: RequestInfo, now: float, wait_s: float, due: float = inf
 ) -> Urgency:
     """Return the urgency of a request that may wait `wait_s`; its first token is `due`."""
-    prefill_s, is_learnt = prefill_left_s(roster, ask)
+    prefill_s, is_learnt = prefill_left_s(roster, info)
     key, latest = now + min(WEIGHT * prefill_s, MAX_WAIT_SHARE * wait_s), due - prefill_s
     key = min(key, latest) if latest >= now else key
     if not is_learnt:
         prefill_s = 0.0  # good enough for an order only
-    by_client = inf if due == inf else ask.deadline
+    by_client = inf if due == inf else info.deadline
     return Urgency(prefill_s, key, by_client - prefill_s)
 
 
-def prefill_left_s(roster: Roster, ask: RequestInfo) -> tuple[float, bool]:
-    """Return the least predicted prefill, and whether all paces are learnt."""
-    pool = roster.pool(ask.model)
-    matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
-    held = cached_tokens(roster, ask, matches, session_of(roster, ask))
+def prefill_left_s(roster: Roster, info: RequestInfo) -> tuple[float, bool]:
+    """Return the least predicted prefill, and whether all paces are learned."""
+    pool = roster.pool(info.model)
+    matches = roster.prefixes.matches(info.prefix) if info.prefix else []
+    prefixes = cached_tokens(roster, info, matches, session_of(roster, info))
     best, is_learnt = inf, True
-    for worker in _likely_workers(pool.all, held) + pool.prefills[:MAX_WORKERS]:
-        if worker.may_fit(ask) and not (ask.long and worker.role is Role.SHORT):
-            cached = worker.cached_tokens(held)
-            seconds = worker.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
+    for worker in _likely_workers(pool.all, prefixes) + pool.prefills[:MAX_WORKERS]:
+        if worker.may_fit(info) and not (info.long and worker.role is Role.SHORT):
+            cached = worker.cached_tokens(prefixes)
+            seconds = worker.pace.first_token_s(info.prompt_tokens - cached, 0.0, cached)
             is_learnt = is_learnt and worker.pace.prefills > 0
             best = min(best, seconds)
     return (0.0, False) if best == inf else (best, is_learnt)
 
 
-def _likely_workers(workers: list[Worker], held: PrefixHolders) -> list[Worker]:
+def _likely_workers(workers: list[Worker], prefixes: PrefixHolders) -> list[Worker]:
     """Return some workers, those with most of the prompt first."""
     if len(workers) <= MAX_WORKERS:
         return workers
-    holders = held[0][1] if held else 0
+    holders = prefixes[0][1] if prefixes else 0
     return [w for w in workers if w.bit & holders][:MAX_WORKERS] + workers[:MAX_WORKERS]

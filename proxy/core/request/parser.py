@@ -92,33 +92,33 @@ class RequestParser:
             return self._read_by_id(request)
         fields, body, mask = self._parse(request)
         model = self._choose_model(fields.get("model"), tenant)
-        ask = self._sizer.estimate(route, model, fields, len(body), request.id, tenant)
-        ask.deadline, ask.explain = request.deadline, request.explain
-        ask.takes_arguments = route.takes_arguments and ARGUMENTS not in fields
-        ask.asks_usage = ask.stream and (not route.usage_by_option or has_usage_option(fields))
+        info = self._sizer.estimate(route, model, fields, len(body), request.id, tenant)
+        info.deadline, info.explain = request.deadline, request.explain
+        info.takes_arguments = route.takes_arguments and ARGUMENTS not in fields
+        info.asks_usage = info.stream and (not route.usage_by_option or has_usage_option(fields))
         if request.batch:
-            ask.rank = BATCH
+            info.rank = BATCH
         elif tenant is not None:
-            ask.rank = tenant.spec.rank
+            info.rank = tenant.spec.rank
         if tenant is not None:
-            self._apply_tenant(ask, route, tenant, fields)
+            self._apply_tenant(info, route, tenant, fields)
         elif SALT in fields:
-            ask.salt = salt_in(fields)
+            info.salt = salt_in(fields)
         if hashed:
             if parse_count(fields.get(CUT)) is None:  # keeps the beginning
-                self._hash(ask, route.shape, fields, body)
-            if ask.generates:
-                _name_session(ask, route.shape, fields, request.session)
+                self._hash(info, route.shape, fields, body)
+            if info.generates:
+                _name_session(info, route.shape, fields, request.session)
         if route.shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
-            ask.pinned = self._find_holder(previous, tenant)
-            self._add_stored(ask)
-        ask.long = ask.expected_tokens > self.short_limit
-        self._fit(ask)
+            info.pinned = self._find_holder(previous, tenant)
+            self._add_stored(info)
+        info.long = info.expected_tokens > self.short_limit
+        self._fit(info)
         if self.splits:
-            _allow_split(ask, fields)
-        if ask.fields is not None or ask.field_names is not None:
-            _prepare_edits(ask, body, mask)
-        return ask
+            _allow_split(info, fields)
+        if info.fields is not None or info.field_names is not None:
+            _prepare_edits(info, body, mask)
+        return info
 
     def _parse(self, request: ReceivedRequest) -> tuple[dict[str, Any], bytes, JsonMask | None]:
         """Return the fields, the body, and the mask of a large body."""
@@ -173,27 +173,27 @@ class RequestParser:
         return [name for name in known if tenant is None or tenant.may_use(name)]
 
     def _apply_tenant(
-        self, ask: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
+        self, info: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
     ) -> None:
         """Set the tenant and its salt, and the fields that the router sets or removes."""
-        edits = self._edits_for(ask, route, tenant, fields)
-        ask.tenant = tenant
-        if ask.stream:  # beam search streams nothing before its end
-            ask.stream = not is_true(fields.get("use_beam_search"))
+        edits = self._edits_for(info, route, tenant, fields)
+        info.tenant = tenant
+        if info.stream:  # beam search streams nothing before its end
+            info.stream = not is_true(fields.get("use_beam_search"))
         own_salt = salt_in(fields) if SALT in fields else ""
         is_isolated = tenant.spec.salted or (own_salt and tenant.beside_salted)
         if not is_isolated:
-            ask.salt = own_salt
+            info.salt = own_salt
         elif route.salted:
-            ask.salt = tenant.salt(own_salt)
-            edits[SALT] = b'"%b"' % ask.salt.encode()
+            info.salt = tenant.salt(own_salt)
+            edits[SALT] = b'"%b"' % info.salt.encode()
         elif tenant.spec.salted and route.shape not in NEVER_SALTED:
             raise RefusedError(refusals.not_isolated(route.name))
         if edits and route.shape is not FORM:
-            ask.fields = edits
+            info.fields = edits
 
     def _edits_for(
-        self, ask: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
+        self, info: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
     ) -> dict[str, bytes | None]:
         """Return the fields to set, and with None those to remove; all but the salt."""
         edits: dict[str, bytes | None] = {}
@@ -202,13 +202,13 @@ class RequestParser:
         if INTERVAL in fields:
             edits[INTERVAL] = None
         if tenant.spec.models is not None:  # workers default to their own model
-            edits["model"] = orjson.dumps(ask.model)
+            edits["model"] = orjson.dumps(info.model)
         if not self.may.priority:
             passes = self.passes_priority and route.takes_priority
-            priority = PRIORITIES.get(ask.rank) if passes else None
+            priority = PRIORITIES.get(info.rank) if passes else None
             if priority is not None or PRIORITY in fields:
                 edits[PRIORITY] = priority
-        if ask.stream and route.usage_by_option and not ask.asks_usage:
+        if info.stream and route.usage_by_option and not info.asks_usage:
             edits[OPTIONS] = WITH_USAGE
         return edits
 
@@ -219,11 +219,11 @@ class RequestParser:
         worker, models = roster.get(holder), roster.models()
         live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
-        ask = self._sizer.estimate(route, model, {}, 0, request.id, tenant)
-        ask.pinned, ask.explain = holder, request.explain
+        info = self._sizer.estimate(route, model, {}, 0, request.id, tenant)
+        info.pinned, info.explain = holder, request.explain
         if tenant is not None:
-            ask.tenant, ask.rank = tenant, tenant.spec.rank
-        return ask
+            info.tenant, info.rank = tenant, tenant.spec.rank
+        return info
 
     def _find_holder(self, response_id: object, tenant: Tenant | None) -> str:
         """Return the name of the worker that stores a response; "" if it is not known.
@@ -239,69 +239,69 @@ class RequestParser:
             raise RefusedError(refusals.no_response(str(response_id)))
         return ""
 
-    def _add_stored(self, ask: RequestInfo) -> None:
+    def _add_stored(self, info: RequestInfo) -> None:
         """Add the tokens of the stored response that a request continues.
 
         A worker may leave some of them out, so they refuse no request.
         """
-        session, worker = self._roster.sessions.get(ask.session), self._roster.get(ask.pinned)
+        session, worker = self._roster.sessions.get(info.session), self._roster.get(info.pinned)
         if session is None or worker is None:
             return
         if tokens := session.tokens_on(worker.index, worker.up_since):
-            ask.stored_tokens = tokens
-            ask.prompt_tokens += tokens
-            ask.largest_prompt += tokens
-            ask.prompt_error += tokens
-            ask.prefix = ()  # the body is the prompt's end
+            info.stored_tokens = tokens
+            info.prompt_tokens += tokens
+            info.largest_prompt += tokens
+            info.prompt_error += tokens
+            info.prefix = ()  # the body is the prompt's end
 
     def _hash(
-        self, ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
+        self, info: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
     ) -> None:
         start = prompt_start(shape, body)
         if start >= 0:
-            scope = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
-            if ask.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
-                ask.bytes_before = ask.tool_bytes
-                scope += f"\n\n{ask.tool_bytes}"
+            scope = f"{info.model}\n{info.salt}" if info.salt else info.model
+            if info.tool_bytes and body.startswith(PROMPT_KEYS[shape], start):
+                info.bytes_before = info.tool_bytes
+                scope += f"\n\n{info.tool_bytes}"
             prefixes, end = self._roster.prefixes, prompt_end(shape, fields, body, start)
-            ask.prefix = prefixes.hashes(scope, body, start, end)
-            ask.prefix_bytes = end - start
-            blocks, tokens = prefixes.reported_prefix(ask.prefix)
-            if blocks and ask.text_bytes and not ask.counted and ask.prompts == 1:
-                use_known_prefix(ask, tokens, ask.bytes_before + COVERED[blocks])
+            info.prefix = prefixes.hashes(scope, body, start, end)
+            info.prefix_bytes = end - start
+            blocks, tokens = prefixes.reported_prefix(info.prefix)
+            if blocks and info.text_bytes and not info.counted and info.prompts == 1:
+                use_known_prefix(info, tokens, info.bytes_before + COVERED[blocks])
 
-    def counter_for(self, ask: RequestInfo, *, by_size: bool) -> Worker | None:
-        """Return the worker to count an ask's tokens; None if the estimate suffices."""
-        if not ask.countable or ask.counted:
+    def counter_for(self, info: RequestInfo, *, by_size: bool) -> Worker | None:
+        """Return the worker to count a request's tokens; None if the estimate suffices."""
+        if not info.countable or info.counted:
             return None
-        pool, tenant = self._roster.pool(ask.model), ask.tenant
-        near = ask.body_bytes <= MAX_COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
-        if not near and (tenant is None or not _would_be_refused(ask, tenant)):
+        pool, tenant = self._roster.pool(info.model), info.tenant
+        near = info.body_bytes <= MAX_COUNTED_BYTES and self._is_near(info, pool, by_size=by_size)
+        if not near and (tenant is None or not _would_be_refused(info, tenant)):
             return None
         healthy = (worker for worker in pool.members if not worker.is_barred)
         return min(healthy, key=lambda worker: (worker.requests, worker.index), default=None)
 
-    def _is_near(self, ask: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
+    def _is_near(self, info: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
         """Return whether the exact count may change the routing."""
-        error = ask.prompt_error
-        if by_size and pool.mixed and abs(ask.expected_tokens - self.short_limit) <= error:
+        error = info.prompt_error
+        if by_size and pool.mixed and abs(info.expected_tokens - self.short_limit) <= error:
             return True
-        needs = ask.needed_context
+        needs = info.needed_context
         for limit in pool.boundaries:  # noqa: SIM110 - usually empty
             if abs(needs - limit) <= error:
                 return True
         return False
 
-    def apply_count(self, ask: RequestInfo, prompt_tokens: int) -> None:
-        self._sizer.apply_count(ask, prompt_tokens)
-        self._fit(ask)
-        ask.long = ask.expected_tokens > self.short_limit
+    def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
+        self._sizer.apply_count(info, prompt_tokens)
+        self._fit(info)
+        info.long = info.expected_tokens > self.short_limit
 
-    def _fit(self, ask: RequestInfo) -> None:
-        pinned = self._roster.get(ask.pinned) if ask.pinned else None
-        most = self._roster.pool(ask.model).limit if pinned is None else pinned.limit
-        if ask.needed_context > most:
-            fit(ask, most, cuts_output=self.cuts_output)
+    def _fit(self, info: RequestInfo) -> None:
+        pinned = self._roster.get(info.pinned) if info.pinned else None
+        most = self._roster.pool(info.model).limit if pinned is None else pinned.limit
+        if info.needed_context > most:
+            fit(info, most, cuts_output=self.cuts_output)
 
 
 def _fields_of_json(body: bytes, large: LargeBody | None) -> dict[str, Any]:
@@ -320,46 +320,46 @@ def _fields_of_json(body: bytes, large: LargeBody | None) -> dict[str, Any]:
 
 
 def _name_session(
-    ask: RequestInfo, shape: PromptFields, fields: dict[str, Any], session_id: bytes
+    info: RequestInfo, shape: PromptFields, fields: dict[str, Any], session_id: bytes
 ) -> None:
     if not session_id:
         session_id = id_in_body(fields)
     if not session_id and shape is RESPONSE:
-        ask.chained = True
+        info.chained = True
         session_id = previous_response(fields)
     if session_id:
-        owner = "" if ask.tenant is None else ask.tenant.name
-        ask.session = session_key(owner, ask.model, session_id)
+        owner = "" if info.tenant is None else info.tenant.name
+        info.session = session_key(owner, info.model, session_id)
 
 
-def _allow_split(ask: RequestInfo, fields: dict[str, Any]) -> None:
+def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
     """Note the names of the fields if a request may be handed over."""
-    ask.whole = ask.whole or why_not_split(ask, fields)
-    ask.least_output = "min_tokens" in fields
-    if ask.whole:
+    info.whole = info.whole or why_not_split(info, fields)
+    info.least_output = "min_tokens" in fields
+    if info.whole:
         return
-    edits = ask.fields or {}
+    edits = info.fields or {}
     added = {name for name, text in edits.items() if text is not None}
-    ask.field_names = frozenset((fields.keys() - edits.keys()) | added)
+    info.field_names = frozenset((fields.keys() - edits.keys()) | added)
 
 
-def _prepare_edits(ask: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
+def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
     """Check that a body can be edited, and note where the fields to edit are."""
-    found, edits = check(body, mask), ask.fields
+    found, edits = check(body, mask), info.fields
     if found is not None and edits is not None:
         names = {name.encode() for name in edits}
-        ask.found = [member for member in found if member.name in names]
+        info.found = [member for member in found if member.name in names]
 
 
-def _would_be_refused(ask: RequestInfo, tenant: Tenant) -> bool:
+def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:
     """Return whether an estimate alone would refuse a prompt by its tenant's limit.
 
     No worker checks that limit.
     """
     most = tenant.spec.limits.max_prompt_tokens
-    if most is None or ask.body_bytes > MAX_JUDGED_BYTES:
+    if most is None or info.body_bytes > MAX_JUDGED_BYTES:
         return False
-    return ask.least_prompt <= most < ask.min_prompt_size
+    return info.least_prompt <= most < info.min_prompt_size
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:

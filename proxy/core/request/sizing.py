@@ -50,18 +50,18 @@ class Sizer:
         """Return the tenants' common rates; bounded, as models are the fleet's."""
         return self._priors[model, route]
 
-    def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
+    def learned(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
         """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is None:
             return self._priors[model, route].base
-        found = tenant.learnt.get((model, route))
+        found = tenant.learned.get((model, route))
         return found if found is not None else self._priors[model, route].median()
 
-    def _learning_rates(self, ask: RequestInfo) -> LearnedSizes:
-        tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
+    def _learning_rates(self, info: RequestInfo) -> LearnedSizes:
+        tenant, prior = info.tenant, self.prior(info.model, info.route)
         if tenant is None:
             return prior.base
-        key, known = (ask.model, ask.route), tenant.learnt
+        key, known = (info.model, info.route), tenant.learned
         own = known.pop(key, None)
         if own is None:
             own = prior.new_sizes()
@@ -80,98 +80,100 @@ class Sizer:
         request_id: str,
         tenant: Tenant | None = None,
     ) -> RequestInfo:
-        learnt = self.learnt(model, route.name, tenant)
-        extent = measure(route.shape, body, learnt.media.tokens)
-        prompt, error, largest, least = _prompt_size(route, extent, learnt)
+        learned = self.learned(model, route.name, tenant)
+        extent = measure(route.shape, body, learned.media.tokens)
+        prompt, error, largest, least = _prompt_size(route, extent, learned)
         output, samples = _read_output_limit(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
-        ask = RequestInfo(request_id, route.name, model, body_bytes, prompt, error, largest, output)
-        ask.least_prompt = least
-        ask.samples, ask.prompts = samples * extent.prompts, extent.prompts
-        ask.text_bytes, ask.tool_bytes = extent.text, extent.tools
-        ask.extra_tokens = extent.tokens
-        ask.counted = not (extent.text or extent.guessed)
-        ask.countable = extent.plain and route.countable
-        ask.generates = route.generates
+        info = RequestInfo(
+            request_id, route.name, model, body_bytes, prompt, error, largest, output
+        )
+        info.least_prompt = least
+        info.samples, info.prompts = samples * extent.prompts, extent.prompts
+        info.text_bytes, info.tool_bytes = extent.text, extent.tools
+        info.extra_tokens = extent.tokens
+        info.counted = not (extent.text or extent.guessed)
+        info.countable = extent.plain and route.countable
+        info.generates = route.generates
         if route.generates:
-            usual = learnt.output
-            ask.expected_output = int(usual if output is None or output > usual else output)
-            ask.stream = is_true(body.get("stream"))
+            usual = learned.output
+            info.expected_output = int(usual if output is None or output > usual else output)
+            info.stream = is_true(body.get("stream"))
         if extent.guessed:
-            ask.media = None if extent.cut else _media_to_learn(extent, learnt)
-            ask.whole = "not_text"
+            info.media = None if extent.cut else _media_to_learn(extent, learned)
+            info.whole = "not_text"
         if extent.guessed or extent.cut:
-            ask.text_bytes = 0
+            info.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
-            _apply_truncation(ask, parse_count(body.get(CUT)), extent.prompts)
+            _apply_truncation(info, parse_count(body.get(CUT)), extent.prompts)
         elif route.shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
-            _apply_truncation(ask, None, extent.prompts)
-        return ask
+            _apply_truncation(info, None, extent.prompts)
+        return info
 
-    def apply_count(self, ask: RequestInfo, prompt_tokens: int) -> None:
+    def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
         """Use a worker's token count, and learn from it."""
-        self._learn_prompt(ask, self._learning_rates(ask), prompt_tokens)
-        ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
-        ask.prompt_error, ask.most, ask.sure_prompt = 0, maxsize, -1
-        ask.counted = True
+        self._learn_prompt(info, self._learning_rates(info), prompt_tokens)
+        info.prompt_tokens = info.largest_prompt = info.least_prompt = prompt_tokens
+        info.prompt_error, info.most, info.sure_prompt = 0, maxsize, -1
+        info.counted = True
 
-    def learn(self, ask: RequestInfo, usage: Usage) -> None:
-        own = self._learning_rates(ask)
-        if not ask.counted:
-            self._learn_prompt(ask, own, usage.prompt_tokens)
-        _learn_output(ask, own, usage.completion_tokens)
+    def learn(self, info: RequestInfo, usage: Usage) -> None:
+        own = self._learning_rates(info)
+        if not info.counted:
+            self._learn_prompt(info, own, usage.prompt_tokens)
+        _learn_output(info, own, usage.completion_tokens)
 
-    def learn_output(self, ask: RequestInfo, tokens: int) -> None:
+    def learn_output(self, info: RequestInfo, tokens: int) -> None:
         """Learn the output of all samples together."""
-        _learn_output(ask, self._learning_rates(ask), tokens)
+        _learn_output(info, self._learning_rates(info), tokens)
 
-    def has_few_samples(self, ask: RequestInfo) -> bool:
+    def has_few_samples(self, info: RequestInfo) -> bool:
         """Return whether a tenant has too few samples to skip any."""
-        if ask.tenant is None:
+        if info.tenant is None:
             return False
-        own = ask.tenant.learnt.get((ask.model, ask.route))
+        own = info.tenant.learned.get((info.model, info.route))
         return own is None or max(own.seen, own.outputs) < MIN_SAMPLES_LEARNED
 
-    def _learn_prompt(self, ask: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
-        if prompt_tokens <= 0 or ask.pinned:  # usage includes earlier turns
+    def _learn_prompt(self, info: RequestInfo, own: LearnedSizes, prompt_tokens: int) -> None:
+        if prompt_tokens <= 0 or info.pinned:  # usage includes earlier turns
             return
-        if ask.media is not None:
-            own.media.learn(ask.media, prompt_tokens)
-        elif ask.text_bytes:
-            tools = ask.tool_bytes
-            text, tokens = ask.text_bytes - tools, prompt_tokens - ask.extra_tokens
-            own.learn_prompt(text, tokens, tools, ask.prompts)
+        if info.media is not None:
+            own.media.learn(info.media, prompt_tokens)
+        elif info.text_bytes:
+            tools = info.tool_bytes
+            text, tokens = info.text_bytes - tools, prompt_tokens - info.extra_tokens
+            own.learn_prompt(text, tokens, tools, info.prompts)
 
 
 def _prompt_size(
-    route: Route, extent: PromptExtent, learnt: LearnedSizes
+    route: Route, extent: PromptExtent, learned: LearnedSizes
 ) -> tuple[int, int, int, int]:
     """Return the tokens of all prompts, and of the largest prompt: error, tokens, least tokens."""
     text, tokens, tools = extent.text, extent.tokens, extent.tools
-    prompt = largest = _total(learnt, text - tools, tokens, tools, extent.prompts)
+    prompt = largest = _total(learned, text - tools, tokens, tools, extent.prompts)
     if extent.largest_text >= 0:
         text, tokens = extent.largest_text, extent.largest_tokens
-        largest = _total(learnt, text, tokens)
-    error = int(learnt.error(text - tools, tools)) if text else 0
+        largest = _total(learned, text, tokens)
+    error = int(learned.error(text - tools, tools)) if text else 0
     if extent.guessed:
-        error += _guess_error(extent, learnt)
-    longest_token = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learnt.bytes_per_token)
+        error += _guess_error(extent, learned)
+    longest_token = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learned.bytes_per_token)
     least = int((text - tools) / longest_token)  # templates may omit tools
     if not extent.guessed and route.shape not in TEMPLATED:
         least += tokens  # template and image tokens are guesses
     return prompt, min(error, largest), largest, least
 
 
-def _learn_output(ask: RequestInfo, own: LearnedSizes, tokens: int) -> None:
-    if ask.generates and tokens > 0:
-        own.learn_output(tokens / max(ask.samples, 1))
+def _learn_output(info: RequestInfo, own: LearnedSizes, tokens: int) -> None:
+    if info.generates and tokens > 0:
+        own.learn_output(tokens / max(info.samples, 1))
 
 
-def _guess_error(extent: PromptExtent, learnt: LearnedSizes) -> int:
+def _guess_error(extent: PromptExtent, learned: LearnedSizes) -> int:
     if extent.media is None:
         return extent.guessed // 2
     media = _media_tokens(extent)
-    return learnt.media.error(extent.media) + max(extent.guessed - media, 0) // 2
+    return learned.media.error(extent.media) + max(extent.guessed - media, 0) // 2
 
 
 def _media_tokens(extent: PromptExtent) -> int:
@@ -179,67 +181,67 @@ def _media_tokens(extent: PromptExtent) -> int:
     return sum(counts[kind] * sizes[kind] for kind in KINDS)
 
 
-def _media_to_learn(extent: PromptExtent, learnt: LearnedSizes) -> RequestMedia | None:
+def _media_to_learn(extent: PromptExtent, learned: LearnedSizes) -> RequestMedia | None:
     """Return a request's media to learn from, if all other tokens are known."""
     counts, tokens = extent.media, _media_tokens(extent)
     if counts is None or extent.guessed != tokens:
         return None
     text = extent.text - extent.tools
-    other_tokens = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
-    return RequestMedia(counts, int(other_tokens), learnt.error(text, extent.tools))
+    other_tokens = learned.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
+    return RequestMedia(counts, int(other_tokens), learned.error(text, extent.tools))
 
 
-def _total(learnt: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
+def _total(learned: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
     if text or tools:
-        return max(int(learnt.tokens(text, tools, prompts) + tokens), 1)
+        return max(int(learned.tokens(text, tools, prompts) + tokens), 1)
     return tokens
 
 
-def fit(ask: RequestInfo, most: int, *, cuts_output: bool) -> None:
-    """Shrink an ask to `most` if it may fit, so that the largest worker decides.
+def fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
+    """Shrink an estimate to `most` if it may fit, so that the largest worker decides.
 
     `cuts_output`: vLLM 0.32 cuts the output limit to the remaining context of at least one token.
     """
-    stated = ask.output_tokens
-    output = ask.generates if cuts_output or stated is None else stated
-    least = ask.least_prompt
+    stated = info.output_tokens
+    output = info.generates if cuts_output or stated is None else stated
+    least = info.least_prompt
     if least < 0:
-        least = ask.largest_prompt - ask.prompt_error
+        least = info.largest_prompt - info.prompt_error
     if least + output > most:
         return
-    if (stated or 0) > most and ask.route not in ANY_LIMIT:
+    if (stated or 0) > most and info.route not in ANY_LIMIT:
         return
-    ask.most = most
-    over = ask.largest_prompt + output - most
+    info.most = most
+    over = info.largest_prompt + output - most
     if over > 0:
-        ask.largest_prompt -= over
-        ask.prompt_tokens -= over
-        ask.prompt_error = max(ask.prompt_error - over, 0)  # no smaller worker
+        info.largest_prompt -= over
+        info.prompt_tokens -= over
+        info.prompt_error = max(info.prompt_error - over, 0)  # no smaller worker
 
 
-def use_known_prefix(ask: RequestInfo, tokens: int, size: int) -> None:
-    """Use the known tokens of the first `size` bytes in the estimate of an ask.
+def use_known_prefix(info: RequestInfo, tokens: int, size: int) -> None:
+    """Use the known tokens of the first `size` bytes in the estimate of a request.
 
     They were reported for another prompt, so they are bounded, and decide no limit.
     """
-    first, error = ask.largest_prompt, ask.prompt_error
-    ask.sure_prompt = first - error
-    whole = max(ask.bytes_before + ask.prefix_bytes, ask.text_bytes)
+    first, error = info.largest_prompt, info.prompt_error
+    info.sure_prompt = first - error
+    whole = max(info.bytes_before + info.prefix_bytes, info.text_bytes)
     rest = max(whole - size, 0) / whole
     found = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
-    ask.prompt_tokens = ask.largest_prompt = found
-    ask.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
+    info.prompt_tokens = info.largest_prompt = found
+    info.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
 
 
-def enlarge(ask: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
+def enlarge(info: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
     """Return a request that a worker found above its limit with a larger size."""
-    ask = replace(ask)
-    if (more := limit + 1 - ask.needed_context) > 0:
-        ask.prompt_tokens += more
-        ask.largest_prompt += more
-    ask.prompt_error = min(ask.prompt_error, ask.needed_context - limit - 1)
-    ask.long = ask.expected_tokens > short_limit
-    return ask
+    info = replace(info)
+    if (more := limit + 1 - info.needed_context) > 0:
+        info.prompt_tokens += more
+        info.largest_prompt += more
+    info.prompt_error = min(info.prompt_error, info.needed_context - limit - 1)
+    info.long = info.expected_tokens > short_limit
+    return info
 
 
 def _read_output_limit(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
@@ -267,18 +269,18 @@ def _read_samples(value: object) -> int:
     return found or 1
 
 
-def _apply_truncation(ask: RequestInfo, most: int | None, prompts: int) -> None:
+def _apply_truncation(info: RequestInfo, most: int | None, prompts: int) -> None:
     """Apply truncation by the worker: to `most` tokens, or to its context."""
-    sure = ask.largest_prompt - ask.prompt_error
-    ask.sure_prompt = sure if most is None else min(sure, most)
+    sure = info.largest_prompt - info.prompt_error
+    info.sure_prompt = sure if most is None else min(sure, most)
     if most is None:
-        ask.prompt_error = ask.largest_prompt
-        ask.least_prompt = 0
+        info.prompt_error = info.largest_prompt
+        info.least_prompt = 0
     else:
-        ask.least_prompt = min(ask.least_prompt, most)
-        ask.prompt_tokens = min(ask.prompt_tokens, most * prompts)
-        ask.largest_prompt = min(ask.largest_prompt, most)
-        ask.prompt_error = min(ask.prompt_error, most)
-    ask.text_bytes = 0
-    ask.media = None
-    ask.countable = False
+        info.least_prompt = min(info.least_prompt, most)
+        info.prompt_tokens = min(info.prompt_tokens, most * prompts)
+        info.largest_prompt = min(info.largest_prompt, most)
+        info.prompt_error = min(info.prompt_error, most)
+    info.text_bytes = 0
+    info.media = None
+    info.countable = False

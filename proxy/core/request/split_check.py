@@ -17,21 +17,21 @@ SPLITTABLE = route_names(lambda route: route.may_be_split)
 CHAT, RESPONSES = frozenset(["chat/completions"]), frozenset(["responses"])
 
 
-def why_not_split(ask: RequestInfo, fields: dict[str, Any]) -> str:
+def why_not_split(info: RequestInfo, fields: dict[str, Any]) -> str:
     """Return why a request can't be split, as a metric label; "" if it can."""
-    if ask.route not in SPLITTABLE:
+    if info.route not in SPLITTABLE:
         return "route"
-    if ask.samples != 1:
+    if info.samples != 1:
         return "samples"
-    if ask.output_tokens is not None and ask.output_tokens <= 1:
+    if info.output_tokens is not None and info.output_tokens <= 1:
         return "one_token"
-    if ask.pinned:
+    if info.pinned:
         return "stored"
     if NAMES.isdisjoint(fields):  # nearly always
         return ""
     for name, routes, forbids, why in FIELDS:
         value = fields.get(name)
-        if value is not None and ask.route in routes and forbids(value):
+        if value is not None and info.route in routes and forbids(value):
             return why
     return ""
 

@@ -57,39 +57,37 @@ class Adaptive(Rule):
     affine = True
 
     def choose(self, view: View) -> Decision | None:
-        ask, held, candidates = view.ask, view.held, view.candidates
+        info, prefixes, candidates = view.info, view.cached_prefixes, view.candidates
         if view.pool.longs and is_reserve_kept(view):
             candidates = [w for w in candidates if not is_reserved(w, view)]
             if not candidates:
                 return None
         costs, uncached = placement_costs(candidates, view)
-        handed = handover_offers(candidates, costs, view) if view.handing is not None else ()
-        worker = cheapest(candidates, costs, long=ask.long)
-        if view.handing is not None and worker in handed:
-            handing = view.handing
-            if handing.may_begin(worker, view):
-                return self._hand_over(worker, handing, view)
+        handed = handover_offers(candidates, costs, view) if view.offer is not None else ()
+        worker = cheapest(candidates, costs, long=info.long)
+        if view.offer is not None and worker in handed:
+            offer = view.offer
+            if offer.may_begin(worker, view):
+                return self._hand_over(worker, offer, view)
             # The prefill would end before the decode worker has room. Other workers may be faster.
-            view.candidates = [
-                w for w in candidates if w not in handed or handing.may_begin(w, view)
-            ]
+            view.candidates = [w for w in candidates if w not in handed or offer.may_begin(w, view)]
             return self.choose(view) if view.candidates else None
-        cached = worker.cached_tokens(held) if held else 0
-        others_cache_more = bool(held) and held[0][0] > cached
+        cached = worker.cached_tokens(prefixes) if prefixes else 0
+        others_cache_more = bool(prefixes) and prefixes[0][0] > cached
         if others_cache_more and view.waits is not None:
             view.cache_wait = find_cache_wait(view, min(costs), worker)
             if view.cache_wait is not None:
                 return None
         reason = reason_for(worker, view)
-        some_cache_less = cached and view.pool.bits & ~held[0][1]
-        if some_cache_less and cheapest(candidates, uncached, long=ask.long) is not worker:
+        some_cache_less = cached and view.pool.bits & ~prefixes[0][1]
+        if some_cache_less and cheapest(candidates, uncached, long=info.long) is not worker:
             reason = PREFIX
-        ttft_s = worker.ttft_s(ask, view.now, cached)
+        ttft_s = worker.ttft_s(info, view.now, cached)
         scores = tuple(score(w, view) for w in candidates) if view.explain else ()
         return Decision(worker, reason, ttft_s, scores, cached)
 
-    def _hand_over(self, worker: Worker, handing: HandoverOffer, view: View) -> Decision:
-        decision = handing.decision(worker, view)
+    def _hand_over(self, worker: Worker, offer: HandoverOffer, view: View) -> Decision:
+        decision = offer.decision(worker, view)
         if view.explain:
             decision.scores = tuple(score(w, view) for w in view.candidates)
         return decision
@@ -102,8 +100,8 @@ class Adaptive(Rule):
     def note(self, worker: Worker, view: View) -> str:
         if view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view):
             return "reserved for long requests"
-        handing = view.handing
-        if handing is not None and worker.role is DECODE and not handing.may_begin(worker, view):
+        offer = view.offer
+        if offer is not None and worker.role is DECODE and not offer.may_begin(worker, view):
             return "no room yet for a hand-over"
         if view.cache_wait is not None:
             return f"higher cost than the wait for {view.cache_wait.worker.name}"
@@ -112,9 +110,9 @@ class Adaptive(Rule):
 
 def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:
     """Return the costs in seconds, and the costs without caches."""
-    ask, now, held = view.ask, view.now, view.held
-    long, prompt = ask.long, ask.prompt_tokens
-    output = ask.expected_output * ask.samples
+    info, now, prefixes = view.info, view.now, view.cached_prefixes
+    long, prompt = info.long, info.prompt_tokens
+    output = info.expected_output * info.samples
     mixed = long or view.traffic.has_longs
     costs: list[float] = []
     uncached: list[float] = []
@@ -123,12 +121,12 @@ def placement_costs(candidates: list[Worker], view: View) -> tuple[list[float], 
         if worker.prefill_tokens or worker.foreign_tokens:
             cost += worker.wait_s(now, for_long=long)
         if worker.kv_capacity:
-            cost += kv_wait_s(worker, ask, prompt + output)
+            cost += kv_wait_s(worker, info, prompt + output)
         if mixed:
             cost += misfit_s(worker, view)
-        if held:
+        if prefixes:
             uncached.append(cost)
-            cost -= worker.cached_price * worker.cached_tokens(held)
+            cost -= worker.cached_price * worker.cached_tokens(prefixes)
         costs.append(cost)
     return costs, uncached
 
@@ -138,12 +136,12 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 
     At its end the other would still be in time. If it is late now, any wait in time counts.
     """
-    ask, now = view.ask, view.now
-    latest = view.due - other.ttft_s(ask, now, other.cached_tokens(view.held))
+    info, now = view.info, view.now
+    latest = view.due - other.ttft_s(info, now, other.cached_tokens(view.cached_prefixes))
     found: CacheWait | None = None
     if latest >= now:
         return cheapest_wait(view, other, cost_s, latest)
-    if ask.deadline == inf:
+    if info.deadline == inf:
         found = cheapest_wait(view, other, cost_s, inf)
     return found or cheapest_wait(view, other, cost_s, None)
 
@@ -152,19 +150,19 @@ def cheapest_wait(
     view: View, other: Worker, cost_s: float, latest: float | None
 ) -> CacheWait | None:
     """`latest`: for the slot; None: as its due time permits."""
-    ask, now, held, waits = view.ask, view.now, view.held, view.waits
+    info, now, prefixes, waits = view.info, view.now, view.cached_prefixes, view.waits
     found: CacheWait | None = None
     if waits is None:
         return None
-    elsewhere, least_s = other.cached_tokens(held), inf if latest is None else cost_s
+    elsewhere, least_s = other.cached_tokens(prefixes), inf if latest is None else cost_s
     for worker in view.holders:
-        cached = worker.cached_tokens(held)
+        cached = worker.cached_tokens(prefixes)
         if cached <= elsewhere or not may_await(worker, view):
             continue
         own_s = placement_costs([worker], view)[0][0]
         wait_s = slots.next_slot_s(worker, waits.count(worker))
         if latest is None:
-            until = end = view.due - worker.ttft_s(ask, now, cached)
+            until = end = view.due - worker.ttft_s(info, now, cached)
         else:
             end = latest
             until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), end, view.wait_until)
@@ -180,26 +178,26 @@ def may_await(worker: Worker, view: View) -> bool:
         and worker in view.pool.members
         and not worker.is_barred
         and worker not in view.tried
-        and worker.surely_fits(view.ask)
+        and worker.surely_fits(view.info)
         and not (view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view))
     )
 
 
 def handover_offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
     """Return the workers where a hand-over costs less, with `costs` updated."""
-    handing = view.handing
+    offer = view.offer
     handed: set[Worker] = set()
-    if handing is None:
+    if offer is None:
         return handed
-    ask = view.ask
-    need = ask.prompt_tokens + ask.expected_output * ask.samples
+    info = view.info
+    need = info.prompt_tokens + info.expected_output * info.samples
     for at, worker in enumerate(candidates):
-        wait_s = kv_wait_s(worker, ask, need)  # for room; needed either way
-        if (cost_s := handing.cost_if_better(worker, view, costs[at] - wait_s)) is not None:
+        wait_s = kv_wait_s(worker, info, need)  # for room; needed either way
+        if (cost_s := offer.cost_if_better(worker, view, costs[at] - wait_s)) is not None:
             costs[at] = cost_s + wait_s
             handed.add(worker)
         elif worker.role is DECODE:
-            costs[at] += handing.harm_s(worker, view)
+            costs[at] += offer.harm_s(worker, view)
     return handed
 
 
@@ -211,40 +209,40 @@ def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Wor
 
 
 def score(worker: Worker, view: View) -> Score:
-    ask, now, pace = view.ask, view.now, worker.pace
+    info, now, pace = view.info, view.now, worker.pace
     costs = placement_costs([worker], view)[0]
-    handing = view.handing
-    if handing is not None and handover_offers([worker], costs, view):
-        wait = handing.prefill_s + handing.wait_s(worker, view)
-        own = handing.transfer_s(worker, view)
+    offer = view.offer
+    if offer is not None and handover_offers([worker], costs, view):
+        wait = offer.prefill_s + offer.wait_s(worker, view)
+        own = offer.transfer_s(worker, view)
         harm = costs[0] - wait - own - pace.step_s(worker.decoding)
-        by = handing.prefill.name
-        have, known = handing.cached_tokens, handing.prefill.reports_prefixes
+        by = offer.prefill.name
+        have, known = offer.cached_tokens, offer.prefill.reports_prefixes
         return Score(worker.name, costs[0], wait, own, harm, have, known, prefill_by=by)
     total = costs[0]
-    cached = worker.cached_tokens(view.held)
-    prefill = pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
-    wait = worker.wait_s(now, for_long=ask.long)
-    wait += kv_wait_s(worker, ask, ask.prompt_tokens + ask.expected_output * ask.samples)
+    cached = worker.cached_tokens(view.cached_prefixes)
+    prefill = pace.first_token_s(info.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
+    wait = worker.wait_s(now, for_long=info.long)
+    wait += kv_wait_s(worker, info, info.prompt_tokens + info.expected_output * info.samples)
     harm, known = total - wait - prefill - pace.fixed_s, worker.reports_prefixes
     return Score(worker.name, total, wait, prefill, harm, cached, known)
 
 
 def misfit_s(worker: Worker, view: View) -> float:
     """Return the delay from a request in the other size's pool."""
-    ask, traffic, now = view.ask, view.traffic, view.now
-    if ask.long:
+    info, traffic, now = view.info, view.traffic, view.now
+    if info.long:
         if worker.misfit_long < MISFIT_OTHER_POOL:
             return 0.0
-        prefill = worker.pace.token_s * ask.prompt_tokens
+        prefill = worker.pace.token_s * info.prompt_tokens
         return traffic.shorts_per_s(now) / max(view.pool.shorts, 1) * prefill * prefill / 2.0
     if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
     share = min(traffic.long_share(now) / max(view.pool.longs, 1), 1.0)
-    return share * ask.expected_output * worker.pace.step_s(worker.decoding)
+    return share * info.expected_output * worker.pace.step_s(worker.decoding)
 
 
-def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
+def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
     """Return the wait for KV cache, if its size is known.
 
     A shared prefix needs no room: full caches would separate its requests and stay full.
@@ -257,7 +255,7 @@ def kv_wait_s(worker: Worker, ask: RequestInfo, need: int) -> float:
     held = worker.kv_held
     if held <= 0:
         return 0.0
-    over = held - room - shared_tokens(worker, ask)
+    over = held - room - shared_tokens(worker, info)
     if over <= 0:
         return 0.0
     left_each = worker.decode_tokens / max(worker.decoding, 1)
@@ -269,7 +267,7 @@ def is_reserve_kept(view: View) -> bool:
 
     A request without another worker is exempt.
     """
-    if view.ask.long or view.ask.pinned:
+    if view.info.long or view.info.pinned:
         return False
     if not (view.longs_waiting or view.traffic.has_recent_longs(view.now)):
         return False

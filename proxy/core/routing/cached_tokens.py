@@ -10,29 +10,29 @@ from proxy.core.model.types import RequestInfo
 
 
 def cached_tokens(
-    roster: Roster, ask: RequestInfo, matches: Matches, session: Session | None
+    roster: Roster, info: RequestInfo, matches: Matches, session: Session | None
 ) -> PrefixHolders:
-    held: PrefixHolders = []
+    prefixes: PrefixHolders = []
     if matches:
-        held = roster.prefixes.matched_tokens(
-            matches, ask.prefix, ask.prefix_bytes, ask.bytes_before, ask.prompt_tokens
+        prefixes = roster.prefixes.matched_tokens(
+            matches, info.prefix, info.prefix_bytes, info.bytes_before, info.prompt_tokens
         )
-    may_extend = session is not None and (not ask.pinned or ask.stored_tokens > 0)
-    if session is not None and may_extend and session.extends_nearly_all(ask.prefix):
-        held = with_visits(held, session, roster, ask)
-    return held
+    may_extend = session is not None and (not info.pinned or info.stored_tokens > 0)
+    if session is not None and may_extend and session.extends_nearly_all(info.prefix):
+        prefixes = with_visits(prefixes, session, roster, info)
+    return prefixes
 
 
-def session_of(roster: Roster, ask: RequestInfo) -> Session | None:
+def session_of(roster: Roster, info: RequestInfo) -> Session | None:
     """Return the session that a prompt extends."""
-    session = roster.sessions.get(ask.session) if ask.session else None
+    session = roster.sessions.get(info.session) if info.session else None
     if session is None or not session.visits:
         return None
-    return session if ask.pinned or session.may_extend(ask.prefix) else None
+    return session if info.pinned or session.may_extend(info.prefix) else None
 
 
 def with_visits(
-    held: PrefixHolders, session: Session, roster: Roster, ask: RequestInfo
+    prefixes: PrefixHolders, session: Session, roster: Roster, info: RequestInfo
 ) -> PrefixHolders:
     """Replace estimates by what the session's visits left.
 
@@ -43,13 +43,13 @@ def with_visits(
         worker = roster.by_index.get(visit.worker)
         if worker is None or worker.up_since != visit.since:
             continue
-        if worker.reports_prefixes and not ask.stored_tokens:  # its journal knows
+        if worker.reports_prefixes and not info.stored_tokens:  # its journal knows
             visited &= ~worker.bit
         else:
             tokens = visit.cached_tokens(worker.kv_capacity, worker.written)
-            left.append((min(tokens, ask.prompt_tokens), worker.bit))
+            left.append((min(tokens, info.prompt_tokens), worker.bit))
     masks: dict[int, int] = {}
-    for tokens, holders in held:
+    for tokens, holders in prefixes:
         if others := holders & ~visited:
             masks[tokens] = masks.get(tokens, 0) | others
     common = max(masks, default=0)
@@ -57,7 +57,7 @@ def with_visits(
         if tokens > common:
             masks[tokens] = masks.get(tokens, 0) | bit
             visited &= ~bit
-    for tokens, holders in held:
+    for tokens, holders in prefixes:
         if tokens >= common > 0:
             masks[common] |= visited & holders
     return sorted(masks.items(), reverse=True)

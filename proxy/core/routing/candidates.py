@@ -26,28 +26,28 @@ IN_PANIC = "failed recently; used because too few workers of its pool are health
 
 
 def find_candidates(
-    roster: Roster, ask: RequestInfo, now: float, attempts: Attempts, traffic: Traffic
+    roster: Roster, info: RequestInfo, now: float, attempts: Attempts, traffic: Traffic
 ) -> View:
     """Return the candidates and their cached prefixes."""
-    pool, tried = roster.pool(ask.model), attempts.tried
+    pool, tried = roster.pool(info.model), attempts.tried
     if attempts.continues:
         tried |= {worker for worker in pool.all if not attempts.may_try_now(worker, now)}
-    matches = roster.prefixes.matches(ask.prefix) if ask.prefix else []
-    session = session_of(roster, ask)
-    held = cached_tokens(roster, ask, matches, session)
-    holders = _cache_holders(roster, matches, session) if pool.ranked and held else []
-    if ask.pinned:
-        found = _pinned_worker(roster, ask, now)
+    matches = roster.prefixes.matches(info.prefix) if info.prefix else []
+    session = session_of(roster, info)
+    prefixes = cached_tokens(roster, info, matches, session)
+    holders = _cache_holders(roster, matches, session) if pool.ranked and prefixes else []
+    if info.pinned:
+        found = _pinned_worker(roster, info, now)
     else:
-        found = pool.available_workers(ask, now, roster.ejections.resting, holders)
+        found = pool.available_workers(info, now, roster.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if attempts.paused:
         found = [worker for worker in found if worker not in attempts.paused] or found
-    if not found and not ask.pinned and (ask.prompt_error or attempts.continues):
-        found = _possible_holders(pool, ask, now, attempts)
-    whole = attempts.whole or ask.whole
-    view = View(ask, now, found, pool, traffic, held, tried, whole, ask.explain)
+    if not found and not info.pinned and (info.prompt_error or attempts.continues):
+        found = _possible_holders(pool, info, now, attempts)
+    whole = attempts.whole or info.whole
+    view = View(info, now, found, pool, traffic, prefixes, tried, whole, info.explain)
     view.holders = holders if pool.ranked else pool.all
     view.session = session
     return view
@@ -61,11 +61,11 @@ def _cache_holders(roster: Roster, matches: Matches, session: Session | None) ->
     return [roster.by_index[i] for i in indexes if i in roster.by_index]
 
 
-def _pinned_worker(roster: Roster, ask: RequestInfo, now: float) -> list[Worker]:
-    worker = roster.get(ask.pinned)
+def _pinned_worker(roster: Roster, info: RequestInfo, now: float) -> list[Worker]:
+    worker = roster.get(info.pinned)
     if worker is None or not worker.up:
         return []
-    return [worker] if worker.accepts(now) and worker.may_fit(ask) else []
+    return [worker] if worker.accepts(now) and worker.may_fit(info) else []
 
 
 def turn_of(view: View, worker: Worker) -> str:
@@ -78,12 +78,12 @@ def turn_of(view: View, worker: Worker) -> str:
     return Turn.MOVED if could else Turn.DISPLACED
 
 
-def find_due_trial(workers: Iterable[Worker], held: PrefixHolders, now: float) -> Worker | None:
+def find_due_trial(workers: Iterable[Worker], prefixes: PrefixHolders, now: float) -> Worker | None:
     """Return an idle worker that should be tried, unless much of the prompt is cached elsewhere."""
     for worker in workers:
         if worker.requests or not (worker.is_barred and worker.breaker.is_trial_due(now)):
             continue
-        lost = held[0][0] - worker.cached_tokens(held) if held else 0
+        lost = prefixes[0][0] - worker.cached_tokens(prefixes) if prefixes else 0
         if worker.pace.token_s * lost <= MAX_TRIAL_LOSS_S:
             return worker
     return None
@@ -91,35 +91,37 @@ def find_due_trial(workers: Iterable[Worker], held: PrefixHolders, now: float) -
 
 def keep_in_time(view: View) -> None:
     """Keep the workers that should meet a client's deadline, if any."""
-    ask, now, held = view.ask, view.now, view.held
-    left_s = ask.deadline - now
+    info, now, prefixes = view.info, view.now, view.cached_prefixes
+    left_s = info.deadline - now
     view.candidates = [
-        w for w in view.candidates if w.ttft_s(ask, now, w.cached_tokens(held)) <= left_s
+        w for w in view.candidates if w.ttft_s(info, now, w.cached_tokens(prefixes)) <= left_s
     ] or view.candidates
 
 
 def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
-    ask, now = view.ask, view.now
-    view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
+    info, now = view.info, view.now
+    view.candidates = [w for w in view.candidates if leaves_room(w, info, now, settings)]
 
 
 def disturbs_handovers(decision: Decision, view: View, settings: FairnessSettings) -> bool:
-    ask, halves, handing = view.ask, decision.handover, view.handing
+    info, halves, offer = view.info, decision.handover, view.offer
     if halves is not None:
-        return not leaves_room(halves.prefill, ask, view.now, settings)
+        return not leaves_room(halves.prefill, info, view.now, settings)
     if not view.pool.prefills or view.whole or view.tried:
         return False
-    if handing is not None and leaves_room(handing.prefill, ask, view.now, settings):
+    if offer is not None and leaves_room(offer.prefill, info, view.now, settings):
         return False  # the rule compared both
-    return stops_decodes(decision.worker, ask.prompt_tokens - decision.cached_tokens, settings)
+    return stops_decodes(decision.worker, info.prompt_tokens - decision.cached_tokens, settings)
 
 
 def avoid_handovers(view: View, settings: FairnessSettings) -> None:
     """Keep workers where batch needs no prefill worker and stalls no decodes."""
-    prompt, held = view.ask.prompt_tokens, view.held
-    view.handing = None
+    prompt, prefixes = view.info.prompt_tokens, view.cached_prefixes
+    view.offer = None
     view.candidates = [
-        w for w in view.candidates if not stops_decodes(w, prompt - w.cached_tokens(held), settings)
+        w
+        for w in view.candidates
+        if not stops_decodes(w, prompt - w.cached_tokens(prefixes), settings)
     ]
 
 
@@ -128,73 +130,75 @@ def stops_decodes(worker: Worker, tokens: int, settings: FairnessSettings) -> bo
     return busy and worker.pace.token_s * tokens >= settings.batch_gap_s
 
 
-def leaves_room(worker: Worker, ask: RequestInfo, now: float, settings: FairnessSettings) -> bool:
+def leaves_room(worker: Worker, info: RequestInfo, now: float, settings: FairnessSettings) -> bool:
     """Return whether a batch request leaves room for others."""
     if not worker.requests:
         return True
     share = 1.0 - settings.batch_reserve
     if worker.requests + 1 > share * (worker.most + worker.reserved):
         return False
-    room, tokens = worker.kv_capacity, ask.prompt_tokens + ask.expected_output * ask.samples
+    room, tokens = worker.kv_capacity, info.prompt_tokens + info.expected_output * info.samples
     if room and worker.kv_held + tokens > share * room:
         return False
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _possible_holders(pool: Pool, ask: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
+def _possible_holders(
+    pool: Pool, info: RequestInfo, now: float, attempts: Attempts
+) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
-    left = [w for w in pool.all if w.may_fit(ask) and attempts.may_try_now(w, now)]
-    if any(w.surely_fits(ask) and (not w.is_barred or w.breaker.busy) for w in left):
+    left = [w for w in pool.all if w.may_fit(info) and attempts.may_try_now(w, now)]
+    if any(w.surely_fits(info) and (not w.is_barred or w.breaker.busy) for w in left):
         return []  # full or busy: worth the wait
     return [w for w in left if w.accepts(now)]
 
 
-def may_take(roster: Roster, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
-    return not ask.pinned and any(
-        attempts.may_try_now(w, now) and w.may_fit(ask) and (not w.is_barred or w.accepts(now))
-        for w in roster.pool(ask.model).all
+def may_take(roster: Roster, info: RequestInfo, now: float, attempts: Attempts) -> bool:
+    return not info.pinned and any(
+        attempts.may_try_now(w, now) and w.may_fit(info) and (not w.is_barred or w.accepts(now))
+        for w in roster.pool(info.model).all
     )
 
 
 def why_hopeless(
-    roster: Roster, ask: RequestInfo, now: float, attempts: Attempts
+    roster: Roster, info: RequestInfo, now: float, attempts: Attempts
 ) -> Refusal | None:
     """Return the refusal if waiting cannot help, else None."""
-    if not ask.pinned and any(_can_serve(w, ask, attempts) for w in roster.pool(ask.model).all):
+    if not info.pinned and any(_can_serve(w, info, attempts) for w in roster.pool(info.model).all):
         return None
-    workers = _workers_for(roster, ask)
-    holders = [w for w in workers if w.may_fit(ask)]
+    workers = _workers_for(roster, info)
+    holders = [w for w in workers if w.may_fit(info)]
     if workers and not holders:
-        return refusals.too_long(ask, max(w.limit for w in workers))
+        return refusals.too_long(info, max(w.limit for w in workers))
     untried = [w for w in holders if not w.draining and attempts.may_try(w)]
     if attempts.continues:  # its client can't send it again
         return None if untried else refusals.no_worker_left("no other worker can continue it")
     if any(not w.probed for w in untried):
         return None  # its first probe is due
-    live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
+    live = [w for w in holders if w.up and (info.pinned or not w.draining)]
     left = [w for w in live if attempts.may_try(w)]
     if live and not left:
         return refusals.no_worker_left("no other worker can take it")
-    if any(_can_serve(w, ask, attempts) for w in left):
+    if any(_can_serve(w, info, attempts) for w in left):
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)
-    return refusals.no_worker(ask.model, soonest)
+    return refusals.no_worker(info.model, soonest)
 
 
-def _workers_for(roster: Roster, ask: RequestInfo) -> list[Worker]:
+def _workers_for(roster: Roster, info: RequestInfo) -> list[Worker]:
     """Return the workers of a request, down and draining ones included."""
-    if ask.pinned:
-        worker = roster.get(ask.pinned)
+    if info.pinned:
+        worker = roster.get(info.pinned)
         return [] if worker is None else [worker]
-    return [worker for worker in roster.workers_of(ask.model) if worker.role.can_serve]
+    return [worker for worker in roster.workers_of(info.model) if worker.role.can_serve]
 
 
-def _can_serve(worker: Worker, ask: RequestInfo, attempts: Attempts) -> bool:
+def _can_serve(worker: Worker, info: RequestInfo, attempts: Attempts) -> bool:
     well = not worker.is_barred or worker.breaker.busy
-    return well and attempts.may_try(worker) and worker.may_fit(ask)
+    return well and attempts.may_try(worker) and worker.may_fit(info)
 
 
-def why_excluded(worker: Worker, ask: RequestInfo, now: float) -> str:
+def why_excluded(worker: Worker, info: RequestInfo, now: float) -> str:
     breaker = worker.breaker
     reasons = (
         (not worker.role.can_serve, "prefills only"),
@@ -202,8 +206,8 @@ def why_excluded(worker: Worker, ask: RequestInfo, now: float) -> str:
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
         (not worker.may_send(now), "busy" if breaker.busy else "failed recently"),
-        (not worker.may_fit(ask), f"too small: holds {worker.limit} tokens"),
-        (not worker.surely_fits(ask), f"may be too small: holds {worker.limit} tokens"),
+        (not worker.may_fit(info), f"too small: holds {worker.limit} tokens"),
+        (not worker.surely_fits(info), f"may be too small: holds {worker.limit} tokens"),
         (worker.is_full, "full"),
     )
     return next((text for holds, text in reasons if holds), "")

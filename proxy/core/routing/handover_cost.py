@@ -48,23 +48,23 @@ class HandoverVerdict:
 
 
 def whole_s(worker: Worker, view: View) -> float:
-    ask, now, held = view.ask, view.now, view.held
-    cost = worker.flat_price + worker.prompt_price * ask.prompt_tokens
-    cost += worker.output_price * ask.expected_output * ask.samples
-    cost += worker.wait_s(now, for_long=ask.long)
-    return cost - worker.cached_price * worker.cached_tokens(held) if held else cost
+    info, now, prefixes = view.info, view.now, view.cached_prefixes
+    cost = worker.flat_price + worker.prompt_price * info.prompt_tokens
+    cost += worker.output_price * info.expected_output * info.samples
+    cost += worker.wait_s(now, for_long=info.long)
+    return cost - worker.cached_price * worker.cached_tokens(prefixes) if prefixes else cost
 
 
-def may_queue(worker: Worker, ask: RequestInfo) -> bool:
+def may_queue(worker: Worker, info: RequestInfo) -> bool:
     """Return whether a request may wait in a worker's engine: one of its size at a time."""
-    return worker.role is not DECODE or worker.prefill_tokens < ask.prompt_tokens
+    return worker.role is not DECODE or worker.prefill_tokens < info.prompt_tokens
 
 
 def choose_prefill(
     pool: Pool,
-    ask: RequestInfo,
+    info: RequestInfo,
     now: float,
-    held: PrefixHolders,
+    prefixes: PrefixHolders,
     tried: frozenset[Worker],
     links: KvLinks,
     *,
@@ -78,20 +78,20 @@ def choose_prefill(
     best: tuple[Worker, float, int] | None = None
     failed: list[Worker] = []
     for worker in pool.prefills:
-        if not worker.accepts(now) or worker in tried or not _may_prefill(worker, ask):
+        if not worker.accepts(now) or worker in tried or not _may_prefill(worker, info):
             continue
         if links.has_failures and links.is_barred(worker, None, now):
             continue
         if tries and worker.is_barred and links.can_reach(worker, pool.all, now):
             failed.append(worker)
-        cached = worker.cached_tokens(held)
-        seconds = worker.ttft_s(ask, now, cached)
+        cached = worker.cached_tokens(prefixes)
+        seconds = worker.ttft_s(info, now, cached)
         if best is not None and (seconds, worker.served) >= (best[1], best[0].served):
             continue
         if links.can_reach(worker, pool.all, now):
             best = worker, seconds, cached
-    if failed and best is not None and (due := find_due_trial(failed, held, now)) is not None:
-        return due, best[1], due.cached_tokens(held)
+    if failed and best is not None and (due := find_due_trial(failed, prefixes, now)) is not None:
+        return due, best[1], due.cached_tokens(prefixes)
     return best
 
 
@@ -101,7 +101,7 @@ def may_still_decode(lease: Lease, now: float, within_s: float) -> bool:
         return False
     if halves is None or not halves.tokens or within_s == inf:
         return True
-    return worker.wait_s(now, for_long=lease.ask.long) + halves.transfer_s <= within_s
+    return worker.wait_s(now, for_long=lease.info.long) + halves.transfer_s <= within_s
 
 
 def is_healthy(lease: Lease) -> bool:
@@ -112,7 +112,7 @@ def choose_other_decode(
     workers: Iterable[Worker], lease: Lease, now: float, links: KvLinks, within_s: float
 ) -> Worker | None:
     """Return the decode worker with the shortest wait."""
-    ask, first, halves = lease.ask, lease.prefill, lease.decision.handover
+    info, first, halves = lease.info, lease.prefill, lease.decision.handover
     if first is None or halves is None:
         return None
     found = [
@@ -121,17 +121,17 @@ def choose_other_decode(
         if worker.role is DECODE
         and worker is not lease.worker
         and worker.accepts(now)
-        and worker.may_fit(ask)
+        and worker.may_fit(info)
         and not slots.must_wait(worker, now)
-        and fits(worker, ask, now)
+        and fits(worker, info, now)
         and not links.is_unusable(first.worker, worker, now)
-        and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
+        and (wait_s := worker.wait_s(now, for_long=info.long)) + halves.transfer_s <= within_s
     ]
     return min(found)[-1] if found else None
 
 
-def _may_prefill(worker: Worker, ask: RequestInfo) -> bool:
-    return ask.largest_prompt - ask.prompt_error < worker.limit
+def _may_prefill(worker: Worker, info: RequestInfo) -> bool:
+    return info.largest_prompt - info.prompt_error < worker.limit
 
 
 def consider_handover(decision: Decision, view: View) -> Decision | None:
@@ -139,38 +139,38 @@ def consider_handover(decision: Decision, view: View) -> Decision | None:
 
     Return None to wait for room.
     """
-    handing, worker = view.handing, decision.worker
-    if handing is None or decision.handover is not None or worker.role is not DECODE:
+    offer, worker = view.offer, decision.worker
+    if offer is None or decision.handover is not None or worker.role is not DECODE:
         return decision
-    if handing.cost_if_better(worker, view, whole_s(worker, view)) is None:
+    if offer.cost_if_better(worker, view, whole_s(worker, view)) is None:
         return decision
-    if not handing.may_begin(worker, view):
+    if not offer.may_begin(worker, view):
         return None
-    return replace(handing.decision(worker, view), scores=decision.scores)
+    return replace(offer.decision(worker, view), scores=decision.scores)
 
 
 def verdict(decision: Decision, view: View) -> str:
-    ask, worker = view.ask, decision.worker
+    info, worker = view.info, decision.worker
     if decision.handover is not None:
         return HandoverVerdict.HANDED_OVER
     if whole := decision.whole or view.whole:
         return whole
     if not view.pool.prefills:
         return HandoverVerdict.NO_PREFILL
-    if view.handing is None:
+    if view.offer is None:
         return HandoverVerdict.PREFILL_BUSY
     if worker.role is not DECODE:
         return HandoverVerdict.ELSEWHERE
-    handing, links = view.handing, view.handing.links
-    if links.is_unusable(handing.prefill, worker, view.now):
-        transfer_s = handing.transfer_s(worker, view)
+    offer, links = view.offer, view.offer.links
+    if links.is_unusable(offer.prefill, worker, view.now):
+        transfer_s = offer.transfer_s(worker, view)
         if (
-            handing.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s)
+            offer.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s)
             is not None
         ):
             return HandoverVerdict.PREFILL_BUSY
     return (
         HandoverVerdict.CACHED
-        if 2 * worker.cached_tokens(view.held) > ask.prompt_tokens
+        if 2 * worker.cached_tokens(view.cached_prefixes) > info.prompt_tokens
         else HandoverVerdict.NOT_WORTH_IT
     )

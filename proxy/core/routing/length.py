@@ -19,7 +19,7 @@ class Length(Rule):
     by_size = True
 
     def choose(self, view: View) -> Decision | None:
-        long = view.ask.long
+        long = view.info.long
         pool = [w for w in view.candidates if suits(w, long=long)]
         if not pool:
             if own_pool_is_full(view):

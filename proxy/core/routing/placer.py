@@ -63,28 +63,28 @@ class Placer:
         self.roster.rank_by(self.rule.rank)
 
     def place(
-        self, ask: RequestInfo, now: float, attempts: Attempts, *, free: bool
+        self, info: RequestInfo, now: float, attempts: Attempts, *, free: bool
     ) -> Lease | Refusal | CacheWait | None:
         """Place a request that arrives or is retried; `free`: it goes ahead of no other."""
         is_new = not attempts.is_retry
-        view, decision = self.decide(ask, now, attempts, wait_since=now if is_new else None)
+        view, decision = self.decide(info, now, attempts, wait_since=now if is_new else None)
         if view.cache_wait is not None and not self._has_room_to_wait(view):
-            view, decision = self.decide(ask, now, attempts)
+            view, decision = self.decide(info, now, attempts)
         if decision is None:
             return view.cache_wait
         if is_new:
-            refusal = placed_too_late(self.settings.admission or NO_TARGETS, ask, decision, now)
+            refusal = placed_too_late(self.settings.admission or NO_TARGETS, info, decision, now)
             if refusal is not None:
-                return self.count_refusal(ask.model, refusal)
+                return self.count_refusal(info.model, refusal)
         return self._charge(view, decision, attempts, free=free)
 
     def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
-        ask, attempts, waited_s = ticket.ask, ticket.attempts, now - ticket.since
+        info, attempts, waited_s = ticket.info, ticket.attempts, now - ticket.since
         late = waited_s >= handover_cost.FALLBACK_WAIT_SHARE * (ticket.deadline - ticket.since)
         may_wait = not attempts.is_retry and now < ticket.cache_until
         since = ticket.since if may_wait else None
         view, decision = self.decide(
-            ask, now, attempts, aged=ticket.aged, late=late, wait_since=since
+            info, now, attempts, aged=ticket.aged, late=late, wait_since=since
         )
         if decision is None:
             return view.cache_wait
@@ -92,40 +92,40 @@ class Placer:
 
     def _charge(self, view: View, decision: Decision, attempts: Attempts, *, free: bool) -> Lease:
         """Charge a request to the chosen workers and to its tenant, and count the decision."""
-        ask, now, worker = view.ask, view.now, decision.worker
+        info, now, worker = view.info, view.now, decision.worker
         if view.pool.decodes and self.settings.transfer:
             decision.whether = handover_cost.verdict(decision, view)
-            key = ask.model, decision.whether
+            key = info.model, decision.whether
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if attempts.is_retry:
             decision = replace(decision, reason=Reason.RETRY)
         if decision.whole:
             attempts = replace(attempts, whole=decision.whole)
-        lease = self.fleet.charge(ask, decision, now, attempts)
-        if ask.session:
+        lease = self.fleet.charge(info, decision, now, attempts)
+        if info.session:
             decision.turn = candidate_rules.turn_of(view, worker)
-            lease.session = self.roster.sessions.get_or_create(ask.session, now)
-        if ask.tenant is not None:
-            ask.bill.free, halves = free, decision.handover
+            lease.session = self.roster.sessions.get_or_create(info.session, now)
+        if info.tenant is not None:
+            info.bill.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
-            fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
-        if ask.prefix:  # a decode worker has it after the transfer: see `lease_book`
+            fairness.charge(self.settings.fairness, info.tenant, info, cached)
+        if info.prefix:  # a decode worker has it after the transfer: see `lease_book`
             first = worker if decision.handover is None else decision.handover.prefill
-            self.roster.expect_prefix(ask, first)
-        self.count_decision(ask.model, decision.reason)
+            self.roster.expect_prefix(info, first)
+        self.count_decision(info.model, decision.reason)
         return lease
 
-    def may_move(self, ask: RequestInfo, now: float, attempts: Attempts) -> bool:
+    def may_move(self, info: RequestInfo, now: float, attempts: Attempts) -> bool:
         """Return whether a worker has room for a request, and would soon prefill it."""
         self.fleet.start_due_decodes(now)
-        _, decision = self.decide(ask, now, attempts)
+        _, decision = self.decide(info, now, attempts)
         return (
             decision is not None and decision.worker.wait_s(now, for_long=True) <= MAX_MOVE_WAIT_S
         )
 
     def decide(
         self,
-        ask: RequestInfo,
+        info: RequestInfo,
         now: float,
         attempts: Attempts,
         *,
@@ -138,7 +138,7 @@ class Placer:
         `wait_since`: the request's arrival, if it may wait for the worker that has its cache.
         """
         while True:
-            view = self._make_view(ask, now, attempts)
+            view = self._make_view(info, now, attempts)
             decision = None if attempts.is_retry else self._choose_trial(view)
             if decision is None:
                 if wait_since is not None:
@@ -152,19 +152,19 @@ class Placer:
 
         A rule might never choose the worker: for example, others have its requests' caches.
         """
-        ask, now, settings = view.ask, view.now, self.settings
+        info, now, settings = view.info, view.now, self.settings
         if not self.roster.ejections.resting or len(view.candidates) < 2:
             return None
-        worker = candidate_rules.find_due_trial(view.candidates, view.held, now)
-        if worker is None or ask.deadline < inf or not ask.needs_engine:
+        worker = candidate_rules.find_due_trial(view.candidates, view.cached_prefixes, now)
+        if worker is None or info.deadline < inf or not info.needs_engine:
             return None
         if settings.max_attempts < 2 or not self.retries.has_retry(now):
             return None
-        cached = worker.cached_tokens(view.held)
+        cached = worker.cached_tokens(view.cached_prefixes)
         decision = Decision(
-            worker, Reason.TRIAL, worker.ttft_s(ask, now, cached), cached_tokens=cached
+            worker, Reason.TRIAL, worker.ttft_s(info, now, cached), cached_tokens=cached
         )
-        late = placed_too_late(settings.admission or NO_TARGETS, ask, decision, now)
+        late = placed_too_late(settings.admission or NO_TARGETS, info, decision, now)
         return decision if late is None else None
 
     def _is_filled(self, decision: Decision, now: float) -> bool:
@@ -174,16 +174,16 @@ class Placer:
         return roster.is_filled_elsewhere(decision.worker, now)
 
     def _decide(self, view: View, *, aged: bool, late: bool) -> Decision | None:
-        ask = view.ask
-        if ask.deadline < inf and view.handing is None:
+        info = view.info
+        if info.deadline < inf and view.offer is None:
             candidate_rules.keep_in_time(view)
-        fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
+        fair, in_the_gaps = self.settings.fairness, info.rank is BATCH and not aged
         if in_the_gaps:
             candidate_rules.leave_batch_reserve(view, fair)
         candidates = view.candidates
         decision = self._choose(view)
-        if decision is None and late and not in_the_gaps and view.handing is not None:
-            decision = self._choose_fallback(view, view.handing, candidates)
+        if decision is None and late and not in_the_gaps and view.offer is not None:
+            decision = self._choose_fallback(view, view.offer, candidates)
         if (
             in_the_gaps
             and decision is not None
@@ -195,15 +195,15 @@ class Placer:
 
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
-        ask = view.ask
-        if not (ask.pinned or ask.rank is BATCH or view.pool.decodes) and self.queue.most:
+        info = view.info
+        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.most:
             view.waits = self.queue.cache_waits
-            view.due = (self.settings.admission or NO_TARGETS).due(ask, since)
-            longest_s = min(self.queue.longest_wait_s(ask), ask.deadline - since)
+            view.due = (self.settings.admission or NO_TARGETS).due(info, since)
+            longest_s = min(self.queue.longest_wait_s(info), info.deadline - since)
             view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
     def _has_room_to_wait(self, view: View) -> bool:
-        queue, more, wait = self.queue, amounts(view.ask), view.cache_wait
+        queue, more, wait = self.queue, amounts(view.info), view.cache_wait
         if wait is not None and wait.only:
             return queue.make_room(more, self.place_queued, view.now)
         return queue.has_room(more)
@@ -211,7 +211,7 @@ class Placer:
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:
             decision = self.rule.choose(view)
-            if decision is None or view.handing is None:
+            if decision is None or view.offer is None:
                 return decision
             refined = handover_cost.consider_handover(decision, view)
             if refined is not None:
@@ -221,65 +221,65 @@ class Placer:
         return None
 
     def _choose_fallback(
-        self, view: View, handing: HandoverOffer, candidates: list[Worker]
+        self, view: View, offer: HandoverOffer, candidates: list[Worker]
     ) -> Decision | None:
         """Choose for a request that waited long for a decode worker."""
-        ask, view.candidates = view.ask, candidates
+        info, view.candidates = view.info, candidates
         # Without the hand-over it would wait for the same slot, and then stall decodes.
-        handing.stands = True
+        offer.stands = True
         if (decision := self._choose(view)) is not None:
-            one_is_ahead = decision.handover is not None and handing.prefill.prefill_tokens > 0
+            one_is_ahead = decision.handover is not None and offer.prefill.prefill_tokens > 0
             return None if one_is_ahead else decision
-        view.handing = None
-        view.candidates = [w for w in candidates if handover_cost.may_queue(w, ask)]
+        view.offer = None
+        view.candidates = [w for w in candidates if handover_cost.may_queue(w, info)]
         decision = self._choose(view)
         if decision is not None:
             decision.whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
-    def _make_view(self, ask: RequestInfo, now: float, attempts: Attempts) -> View:
-        queue, traffic = self.queue, self.traffic[ask.model]
-        view = candidate_rules.find_candidates(self.roster, ask, now, attempts, traffic)
-        view.longs_waiting = queue.has_waiting and queue.count_waiting(ask.model, long=True) > 0
+    def _make_view(self, info: RequestInfo, now: float, attempts: Attempts) -> View:
+        queue, traffic = self.queue, self.traffic[info.model]
+        view = candidate_rules.find_candidates(self.roster, info, now, attempts, traffic)
+        view.longs_waiting = queue.has_waiting and queue.count_waiting(info.model, long=True) > 0
         pool = view.pool
         if pool.prefills and pool.decodes and self.settings.transfer and not view.whole:
-            view.handing = self._offer_handover(view)
+            view.offer = self._offer_handover(view)
         return view
 
     def _offer_handover(self, view: View) -> HandoverOffer | None:
-        ask, now, pool, tried = view.ask, view.now, view.pool, view.tried
-        links, settings = self.links, self.settings
+        info, now, tried, prefixes = view.info, view.now, view.tried, view.cached_prefixes
+        pool, links, settings = view.pool, self.links, self.settings
         if tried and len(tried) >= settings.max_attempts - 1:
             return None  # the last attempt uses one worker: the best chance
         tries = not tried and bool(self.roster.ejections.resting)
-        best = handover_cost.choose_prefill(pool, ask, now, view.held, tried, links, tries=tries)
+        best = handover_cost.choose_prefill(pool, info, now, prefixes, tried, links, tries=tries)
         if best is None:
             return None
-        times, above = self.transfer_times(ask.model), settings.disaggregate_above
+        times, above = self.transfer_times(info.model), settings.disaggregate_above
         shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
         return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
 
     def transfer_times(self, model: str) -> TransferTimes:
         return self.transfers[model]
 
-    def record_traffic(self, ask: RequestInfo, now: float) -> None:
-        if not ask.needs_engine:
+    def record_traffic(self, info: RequestInfo, now: float) -> None:
+        if not info.needs_engine:
             return
-        traffic = self.traffic[ask.model]
-        if not ask.long:
+        traffic = self.traffic[info.model]
+        if not info.long:
             traffic.record_short(now)
             return
-        pool = self.roster.pool(ask.model)
+        pool = self.roster.pool(info.model)
         likely = pool.for_longs or pool.all
         token_s = likely[0].pace.token_s if likely else 0.0
-        traffic.record_long(now, ask.prompt_tokens * token_s)
+        traffic.record_long(now, info.prompt_tokens * token_s)
 
-    def explain(self, ask: RequestInfo, now: float) -> Decision | Refusal:
+    def explain(self, info: RequestInfo, now: float) -> Decision | Refusal:
         """Return the placement of a request now, with all scores."""
         self.fleet.start_due_decodes(now)
-        view = self._make_view(ask, now, FIRST_ATTEMPT)
+        view = self._make_view(info, now, FIRST_ATTEMPT)
         view.explain = True
-        if self.queue.has_room(amounts(ask)):
+        if self.queue.has_room(amounts(info)):
             self._allow_wait(view, now)
         trial = self._choose_trial(view)
         decision = self._choose(view)
@@ -289,12 +289,12 @@ class Placer:
             candidate_rules.with_panic(
                 scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
             )
-            for w in self.roster.workers_of(ask.model)
+            for w in self.roster.workers_of(info.model)
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
             whether = handover_cost.verdict(decision, view) if asked else ""
-            turn = candidate_rules.turn_of(view, decision.worker) if ask.session else ""
+            turn = candidate_rules.turn_of(view, decision.worker) if info.session else ""
             return replace(decision, scores=scores, whether=whether, turn=turn)
         return replace(self._explain_wait(view), scores=scores)
 
@@ -308,7 +308,7 @@ class Placer:
                 f"it is due in {wait.seconds:.1f} s. Another worker would get the request "
                 f"after {wait.until - view.now:.1f} s.",
             )
-        hopeless = candidate_rules.why_hopeless(self.roster, view.ask, view.now, FIRST_ATTEMPT)
+        hopeless = candidate_rules.why_hopeless(self.roster, view.info, view.now, FIRST_ATTEMPT)
         return hopeless or Refusal(
             429,
             Reason.FLEET_FULL,
@@ -320,7 +320,7 @@ class Placer:
         barred = self.links.describe(worker, view.now)
         return (
             barred
-            or candidate_rules.why_excluded(worker, view.ask, view.now)
+            or candidate_rules.why_excluded(worker, view.info, view.now)
             or self.rule.note(worker, view)
         )
 

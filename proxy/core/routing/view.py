@@ -33,17 +33,17 @@ MIN_GAIN_SHARE, MIN_GAIN_S = 0.03, 0.002  # a hand-over must gain more (share, s
 class View:
     """State of one decision."""
 
-    ask: RequestInfo
+    info: RequestInfo
     now: float
     candidates: list[Worker]  # never empty
     pool: Pool  # the model's live workers
     traffic: Traffic
-    held: PrefixHolders  # cached prefix lengths and their workers
+    cached_prefixes: PrefixHolders  # cached prefix lengths and their workers
     tried: frozenset[Worker]
     whole: str  # why it cannot be split; empty if it can
     explain: bool
     longs_waiting: bool = False  # queued, of this model
-    handing: HandoverOffer | None = None
+    offer: HandoverOffer | None = None
     session: Session | None = None  # that the prompt extends
     holders: Sequence[Worker] = ()  # of its cache, among many workers
     waits: CacheWaits | None = None  # None: it may not wait for a cache
@@ -65,8 +65,8 @@ class HandoverOffer:
     stands: bool = False  # may wait in the decode engine for a slot
 
     def tokens_to_transfer(self, worker: Worker, view: View) -> int:
-        prompt, held = view.ask.prompt_tokens, view.held
-        return max(prompt - worker.cached_tokens(held), 1) if held else prompt or 1
+        prompt, prefixes = view.info.prompt_tokens, view.cached_prefixes
+        return max(prompt - worker.cached_tokens(prefixes), 1) if prefixes else prompt or 1
 
     def transfer_s(self, worker: Worker, view: View) -> float:
         time = self.transfers.estimate_for(self.prefill.name, worker.name)
@@ -74,16 +74,16 @@ class HandoverOffer:
 
     def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
         """Return the cost to all requests, comparable with `adaptive`."""
-        ask, pace = view.ask, worker.pace
+        info, pace = view.info, worker.pace
         step_s = pace.step_s(worker.decoding)
-        output_s = worker.output_price * ask.expected_output * ask.samples
+        output_s = worker.output_price * info.expected_output * info.samples
         return self.prefill_s + self.wait_s(worker, view) + transfer_s + step_s + output_s
 
     def wait_s(self, worker: Worker, view: View) -> float:
         """Return how long the worker's own prefills outlast the prefill leg."""
         if not (worker.prefill_tokens or worker.foreign_tokens):
             return 0.0
-        return max(worker.wait_s(view.now, for_long=view.ask.long) - self.prefill_s, 0.0)
+        return max(worker.wait_s(view.now, for_long=view.info.long) - self.prefill_s, 0.0)
 
     def harm_s(self, worker: Worker, view: View) -> float:
         """Return a decode worker's prefill cost beyond what `adaptive` counts.
@@ -127,7 +127,7 @@ class HandoverOffer:
         if self.links.is_unusable(self.prefill, worker, now):
             return False
         if worker.prefill_tokens or worker.foreign_tokens:
-            transfer_s += worker.wait_s(now, for_long=view.ask.long)
+            transfer_s += worker.wait_s(now, for_long=view.info.long)
         return transfer_s <= self.within_s
 
     def has_slot(self, worker: Worker, view: View) -> bool:
@@ -136,7 +136,7 @@ class HandoverOffer:
 
     def may_begin(self, worker: Worker, view: View) -> bool:
         """Return whether room is free now, and a slot by the end of the prefill."""
-        return self.has_slot(worker, view) and fits(worker, view.ask, view.now)
+        return self.has_slot(worker, view) and fits(worker, view.info, view.now)
 
     def decision(self, worker: Worker, view: View) -> Decision:
         tokens, transfer_s = self.tokens_to_transfer(worker, view), self.transfer_s(worker, view)
@@ -145,7 +145,7 @@ class HandoverOffer:
         )
         ttft_s = self.prefill_s + self.wait_s(worker, view) + transfer_s
         ttft_s += worker.pace.step_s(worker.decoding)
-        cached = worker.cached_tokens(view.held)
+        cached = worker.cached_tokens(view.cached_prefixes)
         return Decision(worker, HANDOVER, ttft_s, (), cached, handover)
 
 
@@ -169,18 +169,18 @@ class Rule:
         return f"{worker.requests} requests"
 
 
-def fits(worker: Worker, ask: RequestInfo, now: float) -> bool:
+def fits(worker: Worker, info: RequestInfo, now: float) -> bool:
     """Return whether the KV cache has room, if known."""
     capacity = worker.kv_capacity
     if not capacity or not worker.requests or not (held := worker.kv_held):
         return True
-    need = ask.prompt_tokens + ask.expected_output * ask.samples
+    need = info.prompt_tokens + info.expected_output * info.samples
     return held + uncharged_tokens(worker, now) + need <= KV_FULL * capacity
 
 
 def reason_for(worker: Worker, view: View) -> Reason:
-    own, general, other = LONG_REASONS if view.ask.long else SHORT_REASONS
-    misfit = worker.misfit_long if view.ask.long else worker.misfit_short
+    own, general, other = LONG_REASONS if view.info.long else SHORT_REASONS
+    misfit = worker.misfit_long if view.info.long else worker.misfit_short
     if not misfit:
         return own
     if worker.role is DECODE:
@@ -202,7 +202,7 @@ def own_pool_is_full(view: View) -> bool:
 
 def own_pool_is_left(view: View) -> bool:
     """Return whether a worker for this size is worth waiting for."""
-    if any(suits(worker, long=view.ask.long) for worker in view.candidates):  # nearly always
+    if any(suits(worker, long=view.info.long) for worker in view.candidates):  # nearly always
         return True
     now = view.now
     return any(
@@ -212,8 +212,8 @@ def own_pool_is_left(view: View) -> bool:
 
 
 def _untried_of_own_pool(view: View) -> Iterator[Worker]:
-    ask, pool = view.ask, view.pool
-    fitting = {group.limit for group in pool.groups_for(ask)}
-    for worker in pool.for_longs if ask.long else pool.for_shorts:
+    info, pool = view.info, view.pool
+    fitting = {group.limit for group in pool.groups_for(info)}
+    for worker in pool.for_longs if info.long else pool.for_shorts:
         if worker.limit in fitting and worker not in view.tried:
             yield worker

@@ -77,7 +77,7 @@ class Tenant:
         self.own_unsettled = [0.0] * len(Rank)
         self.lifts = [0.0] * len(Rank)  # by any process
         # By model and route, the last used at the end.
-        self.learnt: dict[tuple[str, str], LearnedSizes] = {}
+        self.learned: dict[tuple[str, str], LearnedSizes] = {}
         self.beside_salted = False  # a tenant is salted: no client may set its own salt
         self.waiting = 0  # requests in the queue
         self.waits = 0  # a bit per class

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
+BROKEN_MESSAGE = "The worker failed during the response."
 TOO_MANY_REQUESTS, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
 # Any other 5xx counts as a worker failure.
 OUTCOMES = {
@@ -72,17 +73,17 @@ class Attempt:
     """A request on its chosen worker."""
 
     __slots__ = (
-        "_error_body", "_head", "_owner", "_passage", "_wire",
-        "connection", "handover", "lease", "response", "timeout_s",
+        "_error_body", "_exchange", "_head", "_passage", "_wire", "connection", "handover", "lease",
+        "response", "timeout_s",
     )  # fmt: skip
 
-    def __init__(self, owner: AttemptOwner, lease: Lease) -> None:
+    def __init__(self, exchange: AttemptOwner, lease: Lease) -> None:
         self.connection: WorkerConnection | None = None
         self.timeout_s = inf
         self.lease: Lease | None = lease  # None once the attempt has failed
         self.handover: TwoLegExchange | None = None
-        self._owner = owner
-        self._wire = owner.wire
+        self._exchange = exchange
+        self._wire = exchange.wire
         self._head: ResponseHead | None = None  # held until the first body bytes
         self.response: ResponseWriter | None = None
         self._passage: StreamFastPath | None = None
@@ -96,95 +97,95 @@ class Attempt:
     # To the worker
 
     def start(self, now: float, lease: Lease) -> None:
-        owner, wire, request = self._owner, self._wire, self._owner.request
+        exchange, wire, request = self._exchange, self._wire, self._exchange.request
         if lease.prefill is not None:
-            owner.set_state(PREFILLING)
+            exchange.set_state(PREFILLING)
             self.handover = TwoLegExchange(wire, request, lease, lease.prefill.worker)
-            self.handover.prefill(now, self, body_with_targets(owner, now))
+            self.handover.prefill(now, self, body_with_targets(exchange, now))
             return
-        owner.set_state(SENT)
+        exchange.set_state(SENT)
         self.timeout_s = response_timeout_s(lease, wire.settings.first_byte_s)
         pool = wire.pools.pool_for(lease.worker)
-        pool.send(now, self, to_worker(request, pool, body_with_targets(owner, now), request.id))
+        pool.send(now, self, to_worker(request, pool, body_with_targets(exchange, now), request.id))
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        handover, owner = self.handover, self._owner
+        handover, exchange = self.handover, self._exchange
         if handover is None:
             return
-        owner.record.prefilled_at = now
+        exchange.record.prefilled_at = now
         if handover.decode(now, self, answer):
-            owner.set_state(SENT)
-        elif refusal := owner.try_another(now, Outcome.MOOT, WorkerError.CONNECT):
-            owner.refuse(now, refusal)
+            exchange.set_state(SENT)
+        elif refusal := exchange.try_another(now, Outcome.MOOT, WorkerError.CONNECT):
+            exchange.refuse(now, refusal)
         self._wire.dispatch_queued(now)
 
     # From the worker
 
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Start the response or a retry."""
-        owner, status = self._owner, head.status
+        exchange, status = self._exchange, head.status
         self._head = self._error_body = None
-        if status == OK and head.length is None and owner.begun is not None:
-            self.response = expect_rest(owner, owner.begun)
-            if not owner.client.writable:
+        if status == OK and head.length is None and exchange.begun is not None:
+            self.response = expect_rest(exchange, exchange.begun)
+            if not exchange.client.writable:
                 self.pause()
             return
-        if status == OK and self.handover is None and owner.begun is None:
+        if status == OK and self.handover is None and exchange.begun is None:
             self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
             return
-        if owner.begun is not None:
-            self._end_with(now, Outcome.REFUSED, owner.last_refusal or REFUSED_TOO)
+        if exchange.begun is not None:
+            self._end_with(now, Outcome.REFUSED, exchange.last_refusal or REFUSED_TOO)
             return
         handover, cached_tokens = self.handover, None
         if handover is not None:
             cached_tokens = handover.cached_tokens
             if status >= BAD_REQUEST:  # the connector did not see it
                 handover.release_unfetched(now, healthy=True)
-        if must_be_read(owner, self.lease, status):
+        if must_be_read(exchange, self.lease, status):
             self._error_body = b""
-        self.response = writer_for(owner, head, cached_tokens)
+        self.response = writer_for(exchange, head, cached_tokens)
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
         """Retry after an error. Return False if the error goes to the client."""
-        owner, handover = self._owner, self.handover
+        exchange, handover = self._exchange, self.handover
         prefilling = handover if handover is not None and handover.is_prefilling else None
-        keyless = prefilling is None and refuses_our_key(owner, self.lease, head.status)
+        keyless = prefilling is None and refuses_our_key(exchange, self.lease, head.status)
         outcome = Outcome.FAILED if keyless else outcome_of(head)
         if outcome is not None:
-            refusal = owner.try_another(now, outcome, WorkerError.STATUS, head)
+            refusal = exchange.try_another(now, outcome, WorkerError.STATUS, head)
         elif prefilling is not None:
             # The prefill leg's limits differ from the client's.
             prefilling.handle_refused_prefill(now, head.status)
-            refusal = owner.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
+            refusal = exchange.try_another(now, Outcome.REFUSED, WorkerError.STATUS)
         else:
             return False
         if refusal is None:
             return True
-        owner.last_refusal = refusal
+        exchange.last_refusal = refusal
         if keyless:
             self._end_with(now, Outcome.FAILED, refusal)
         return keyless
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Pass on a piece of the response, unless another worker takes over."""
-        owner, response = self._owner, self.response
+        exchange, response = self._exchange, self.response
         if response is None:
             response = self._begin_response(now, body, ended)
             if response is None:
                 return
-        if owner.rest is not None:
+        if exchange.rest is not None:
             new = self._remove_sent(now, body, ended)
             if new is None:
                 return
             body = new
         if ended:
-            if owner.rest is not None or response.is_truncated(owner.route.name, body):
+            if exchange.rest is not None or response.is_truncated(exchange.route.name, body):
                 self.connection_failed(now, WorkerError.RESET)
                 return
             self.connection = None
-        if continue_after_failure(owner, self.lease, now, response, body):
+        if continue_after_failure(exchange, self.lease, now, response, body):
             return
         if self.handover is not None or self._error_body is not None:
             checked = self._check_beginning(now, response, body, ended)
@@ -194,18 +195,18 @@ class Attempt:
         had_begun = response.has_begun
         data = response.feed(body, ended)
         if response.has_begun and not had_begun:
-            if not owner.client.writable:
+            if not exchange.client.writable:
                 self.pause()  # paused before the connection existed
             if self.handover is not None:  # a head alone proves no transfer
                 self.handover.record_fetched()
-            record_first_bytes(owner, self.lease, now, response, data)
+            record_first_bytes(exchange, self.lease, now, response, data)
         if response.tokens:
-            count_tokens(owner, self.lease, now, response.tokens)
+            count_tokens(exchange, self.lease, now, response.tokens)
         if data:
-            owner.record.sent_bytes += len(data)
-            owner.client.write(data)
+            exchange.record.sent_bytes += len(data)
+            exchange.client.write(data)
         if ended:
-            finish(owner, self.lease, now, response)
+            finish(exchange, self.lease, now, response)
         elif response.tokens:
             self._open_fast_path(response)
 
@@ -214,16 +215,16 @@ class Attempt:
         head, self._head = self._head, None
         if head is None:
             return None
-        if ended and self.lease is not None and may_pass_at_once(self._owner, head):
+        if ended and self.lease is not None and may_pass_at_once(self._exchange, head):
             self.connection = None
-            pass_at_once(self._owner, self.lease, now, head, body)
+            pass_at_once(self._exchange, self.lease, now, head, body)
             return None
-        self.response = writer_for(self._owner, head)
+        self.response = writer_for(self._exchange, head)
         return self.response
 
     def _remove_sent(self, now: float, body: bytes, ended: bool) -> bytes | None:
         """Return what is new of a stream that another worker repeats; None if there is nothing."""
-        rest = rest_of(self._owner, self.lease, now, body)
+        rest = rest_of(self._exchange, self.lease, now, body)
         if isinstance(rest, Refusal):
             self._end_with(now, Outcome.UNFINISHED, rest)
             return None
@@ -249,16 +250,16 @@ class Attempt:
         connection, lease, stream = self.connection, self.lease, response.flowing
         if connection is not None and lease is not None and stream is not None:
             if self._passage is None:
-                self._passage = fast_path(self._owner, lease, response, stream)
+                self._passage = fast_path(self._exchange, lease, response, stream)
             connection.open_fast_path(self._passage)
 
     def _retry_held_back(self, now: float, outcome: Outcome) -> bool:
         """Retry after a response that was held back. Return False if no worker is left."""
         failed, self.response = self.response, None
-        refusal = self._owner.try_another(now, outcome, WorkerError.STATUS)
+        refusal = self._exchange.try_another(now, outcome, WorkerError.STATUS)
         if refusal is None:
             return True
-        self.response, self._owner.last_refusal = failed, refusal
+        self.response, self._exchange.last_refusal = failed, refusal
         return False
 
     def _read_error(self, now: float, error_body: bytes, ended: bool) -> bytes | None:
@@ -266,14 +267,14 @@ class Attempt:
         self._error_body = error_body
         if not ended and len(error_body) <= MAX_ERROR_BYTES:
             return None
-        self._error_body, lease, owner = None, self.lease, self._owner
-        if ended and (refusal := missing_route(owner, error_body)) is not None:
+        self._error_body, lease, exchange = None, self.lease, self._exchange
+        if ended and (refusal := missing_route(exchange, error_body)) is not None:
             self.response = None
             self._end_with(now, Outcome.REFUSED, refusal)
             return None
         if lease is None or not is_too_long(error_body):
             return error_body
-        owner.ask = owner.record.ask = self._wire.router.leases.enlarge_request(lease)
+        exchange.info = exchange.record.info = self._wire.router.leases.enlarge_request(lease)
         return None if self._retry_held_back(now, Outcome.REFUSED) else error_body
 
     def extra_wait_s(self, now: float) -> float:
@@ -284,12 +285,12 @@ class Attempt:
         return extra_timeout_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
-        lease, handover, owner, begun = self.lease, self.handover, self._owner, self.has_begun
-        if lease is None or owner.last_refusal or (begun and not is_silent(owner, now)):
+        lease, handover, exchange, begun = self.lease, self.handover, self._exchange, self.has_begun
+        if lease is None or exchange.last_refusal or (begun and not is_silent(exchange, now)):
             return
         if lease.running_leg.worker not in workers:
             return
-        attempts = attempts_elsewhere(owner, lease) if begun else lease.attempts
+        attempts = attempts_elsewhere(exchange, lease) if begun else lease.attempts
         connection = self.connection
         if handover is not None and handover.is_prefilling:
             connection = handover.prefill_connection
@@ -298,7 +299,7 @@ class Attempt:
 
     def connection_failed(self, now: float, error: WorkerError) -> None:
         """Retry, or break off a response that has begun."""
-        owner, wire = self._owner, self._wire
+        exchange, wire = self._exchange, self._wire
         connection, self.connection = self.connection, None
         if error is WorkerError.OURS:
             # No worker failed: this machine lacks resources.
@@ -311,37 +312,37 @@ class Attempt:
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
         response = self.response
-        if response is None or not response.has_begun or owner.rest is not None:
+        if response is None or not response.has_begun or exchange.rest is not None:
             self._retry_or_refuse(now, error)
             return
-        if self.end_complete_stream(now) or move_stream(owner, self.lease, now, response, error):
+        if self.end_complete_stream(now) or move_stream(exchange, self.lease, now, response, error):
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
-        break_off(owner, now, response, "The worker failed during the response.", f"worker_{error}")
+        break_off(exchange, now, response, BROKEN_MESSAGE, f"worker_{error}")
 
     def _retry_or_refuse(self, now: float, error: WorkerError) -> None:
-        owner, self.response = self._owner, None
-        refusal = owner.last_refusal or owner.try_another(now, Outcome.FAILED, error)
+        exchange, self.response = self._exchange, None
+        refusal = exchange.last_refusal or exchange.try_another(now, Outcome.FAILED, error)
         if refusal is None:
             return
         if refusal.status == BAD_GATEWAY and error is WorkerError.TIMEOUT:
             refusal = Refusal(GATEWAY_TIMEOUT, refusal.reason, refusal.message, "timeout")
-        owner.refuse(now, refusal)
+        exchange.refuse(now, refusal)
 
     def _end_with(self, now: float, outcome: Outcome, refusal: Refusal) -> None:
         self.stop(now, outcome)
-        self._owner.refuse(now, refusal)
+        self._exchange.refuse(now, refusal)
         self._wire.dispatch_queued(now)
 
     def end_complete_stream(self, now: float) -> bool:
         """End a stream if the client has all of it. Return whether it was ended."""
         response = self.response
-        end = None if response is None else response.missing_end(self._owner.ask)
+        end = None if response is None else response.missing_end(self._exchange.info)
         if response is None or end is None:
             return False
         self.drop_connection()
-        end_stream(self._owner, self.lease, now, response, end)
+        end_stream(self._exchange, self.lease, now, response, end)
         return True
 
     def drop_connection(self) -> None:

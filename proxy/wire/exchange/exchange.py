@@ -96,37 +96,37 @@ class Exchange(AttemptOwner):
             self._read(now)
 
     def _read(self, now: float, large: LargeBody | None = None) -> None:
-        request, ask = self.request, read_request(self, now, large)
-        if isinstance(ask, Refusal):
-            self.refuse(now, ask)
+        request, info = self.request, read_request(self, now, large)
+        if isinstance(info, Refusal):
+            self.refuse(now, info)
             return
-        self.ask = self.record.ask = ask
-        if ask.fields is not None:
-            request.body = edit_members(request.body, ask.fields, found=ask.found)
-        self._pending = billing.ask_other_hosts(ask, self._admission_decided)
+        self.info = self.record.info = info
+        if info.fields is not None:
+            request.body = edit_members(request.body, info.fields, found=info.found)
+        self._pending = billing.ask_other_hosts(info, self._admission_decided)
         if self._pending is None:
-            self._admit(now, ask)
+            self._admit(now, info)
         else:
             self.set_state(LIMITING)
 
     def _admission_decided(self, _: LimitExceeded | None) -> None:
         self._pending = None
-        if self.ask is None:
+        if self.info is None:
             return
         now = self.wire.clock()
         try:
-            self._admit(now, self.ask)
+            self._admit(now, self.info)
         except Exception:  # others wait for the same answer
             logger.exception("cannot place a request: %r", self)
             self.end_for_shutdown(now)
 
-    def _admit(self, now: float, ask: RequestInfo) -> None:
+    def _admit(self, now: float, info: RequestInfo) -> None:
         wire, request = self.wire, self.request
-        counter = wire.router.counter_for(ask)
+        counter = wire.router.counter_for(info)
         if counter is None:
-            self._place(now, ask)
+            self._place(now, info)
             return
-        if (refusal := wire.router.enter(ask, now)) is not None:
+        if (refusal := wire.router.enter(info, now)) is not None:
             self.refuse(now, refusal)
             return
         self.set_state(COUNTING)
@@ -148,17 +148,17 @@ class Exchange(AttemptOwner):
         return None
 
     def _tokens_counted(self, now: float, tokens: int | None) -> None:
-        count, ask = self._count, self.ask
-        if count is None or ask is None:
+        count, info = self._count, self.info
+        if count is None or info is None:
             return
         self._count = None
         self.wire.counting.discard(count)
         if tokens is not None:
-            self.wire.router.apply_count(ask, tokens)
-        self._place(now, ask)
+            self.wire.router.apply_count(info, tokens)
+        self._place(now, info)
 
-    def _place(self, now: float, ask: RequestInfo) -> None:
-        self._go_on(now, self.wire.router.submit(ask, now))
+    def _place(self, now: float, info: RequestInfo) -> None:
+        self._go_on(now, self.wire.router.submit(info, now))
 
     def _go_on(self, now: float, answer: Lease | Ticket | Refusal) -> None:
         """Wait in the queue, run on a worker, or end."""
@@ -301,8 +301,8 @@ class Exchange(AttemptOwner):
             self._count = None
             wire.counting.discard(count)
             count.drop()
-            if self.ask is not None:
-                wire.router.leave(self.ask, now)
+            if self.info is not None:
+                wire.router.leave(self.info, now)
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
             del wire.queued[ticket]

@@ -48,31 +48,31 @@ MAX_MOVES_PER_SWEEP = 32
 MOVE_S = 3.0  # less than a process has for an answer
 
 
-def move(owner: AttemptOwner, now: float, lease: Lease, response: ResponseWriter | None) -> str:
+def move(exchange: AttemptOwner, now: float, lease: Lease, response: ResponseWriter | None) -> str:
     """Send a request to another worker if one has room; return why not, or nothing."""
-    if owner.last_refusal is not None or (response is not None and response.is_complete):
+    if exchange.last_refusal is not None or (response is not None and response.is_complete):
         return ENDS
-    if lease.ask.pinned:
+    if lease.info.pinned:
         return PINNED
     attempts = replace(lease.attempts, moved=True)
-    ask, placer = attempts.enlarged or lease.ask, owner.wire.router.placer
-    if response is None or not response.has_begun or owner.rest is not None:
-        if not placer.may_move(ask, now, attempts):
+    info, placer = attempts.enlarged or lease.info, exchange.wire.router.placer
+    if response is None or not response.has_begun or exchange.rest is not None:
+        if not placer.may_move(info, now, attempts):
             return NO_WORKER
     else:
-        if owner.sent_text is None:
+        if exchange.sent_text is None:
             return NOT_KEPT
-        output = find_output(owner, lease, response, since=inf)
+        output = find_output(exchange, lease, response, since=inf)
         if isinstance(output, Obstacle):
             return output.reason
         if not placer.may_move(
-            ask, now, continued(owner, attempts, needs_journal=needs_journal(output))
+            info, now, continued(exchange, attempts, needs_journal=needs_journal(output))
         ):
             return NO_WORKER
-        prepare(owner, lease, response, output)
-    refusal = owner.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
+        prepare(exchange, lease, response, output)
+    refusal = exchange.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
     if refusal is not None:  # in this moment another process has filled the worker
-        owner.refuse(now, refusal)
+        exchange.refuse(now, refusal)
     return ""
 
 

@@ -31,7 +31,7 @@ class AttemptOwner:
         self.client = client
         self.request = request
         self.route = route
-        self.ask: RequestInfo | None = None
+        self.info: RequestInfo | None = None
         self.record = RequestRecord()
         self.state = READING
         self.last_refusal: Refusal | None = None  # of a failed retry

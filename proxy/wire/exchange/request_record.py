@@ -28,9 +28,9 @@ class RequestRecord:
 
     __slots__ = (
         "_gaps",
-        "ask",
         "decision",
         "first_token_at",
+        "info",
         "last_token_at",
         "left_workers",
         "number",
@@ -51,7 +51,7 @@ class RequestRecord:
         self.request: Request | None = None
         self.unread_id = b""  # without `request`
         self.prompt = b""  # the whole body, if prompts are logged
-        self.ask: RequestInfo | None = None
+        self.info: RequestInfo | None = None
         self.decision: Decision | None = None
         self.started = 0.0
         self.queue_s = 0.0
@@ -115,7 +115,7 @@ class RequestRecord:
             self.first_token_at = now
             self.opening = tokens
             if self.decision is not None:
-                self._gaps = metrics.gaps_of(self.decision.worker.role, class_of(self.ask))
+                self._gaps = metrics.gaps_of(self.decision.worker.role, class_of(self.info))
         else:
             self.tokens += tokens
             if self._gaps is not None:
@@ -128,16 +128,16 @@ class RequestRecord:
         self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
     ) -> None:
         """Count the request; `reason` is set if the router refused it."""
-        ask, decision = self.ask, self.decision
+        info, decision = self.info, self.decision
         if reason is None:  # without a decision, the client left before the placement
             reason = Reason.FLEET_FULL if decision is None else decision.reason
         done = FinishedRequest(route, status, reason, now - self.started)
         self._describe(done)
         metrics.count_request(done)
-        if ask is not None:
+        if info is not None:
             settings = metrics.router.settings.admission
-            if settings is not None or ask.deadline < inf or ask.tenant is not None:
-                done.target_s = metrics.targets.count(ask, done, settings, self.started)
+            if settings is not None or info.deadline < inf or info.tenant is not None:
+                done.target_s = metrics.targets.count(info, done, settings, self.started)
         if (tenant := self.tenant) is not None:
             metrics.tenants.count(tenant, status, done.ttft_s, self.queue_s)
         if (trace := self.trace) is not None and trace.sampled and done.ttft_s is not None:
@@ -146,16 +146,16 @@ class RequestRecord:
             live.record_end(self, now, status, reason)
         for callback in metrics.at_end:
             callback(self, now, route, status, reason)
-        if ask is not None:
-            metrics.recent.add(ask, decision, done)
+        if info is not None:
+            metrics.recent.add(info, decision, done)
 
     def _describe(self, done: FinishedRequest) -> None:
-        ask, first_at = self.ask, self.first_token_at
+        info, first_at = self.info, self.first_token_at
         done.queue_s, done.left_workers = self.queue_s, self.left_workers
-        done.size = class_of(ask)
-        if ask is not None:
-            done.model = ask.model
-            done.stream = ask.stream if ask.needs_engine else None
+        done.size = class_of(info)
+        if info is not None:
+            done.model = info.model
+            done.stream = info.stream if info.needs_engine else None
         if first_at is not None:
             done.ttft_s = first_at - self.started
             if first_at and self.tokens:

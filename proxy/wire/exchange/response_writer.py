@@ -177,14 +177,14 @@ class ResponseWriter:
         """True if the client has the last event of a stream."""
         return self._stream is not None and self._stream.is_complete
 
-    def missing_end(self, ask: RequestInfo | None) -> bytes | None:
+    def missing_end(self, info: RequestInfo | None) -> bytes | None:
         """Return what ends a stream whose client has the rest of it; None if the client has not."""
         if self._stream is None:
             return None
         # Of several samples each has a finish reason, and the first ones are no longer kept.
-        if ask is None or ask.samples > 1 or not ask.generates:
+        if info is None or info.samples > 1 or not info.generates:
             return self._last_chunk(b"") if self._stream.is_complete else None
-        event = self._stream.missing_end(needs_usage=ask.asks_usage)
+        event = self._stream.missing_end(needs_usage=info.asks_usage)
         return None if event is None else self._last_chunk(event)
 
     def _last_chunk(self, event: bytes) -> bytes:

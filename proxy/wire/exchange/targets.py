@@ -48,46 +48,48 @@ def deadline_in(
     )
 
 
-def read_request(owner: AttemptOwner, now: float, large: LargeBody | None) -> RequestInfo | Refusal:
-    router, request = owner.wire.router, owner.request
+def read_request(
+    exchange: AttemptOwner, now: float, large: LargeBody | None
+) -> RequestInfo | Refusal:
+    router, request = exchange.wire.router, exchange.request
     head, special = request.head, request.head.special
-    deadline = deadline_in(special, owner.record.started, owner.wire.settings)
+    deadline = deadline_in(special, exchange.record.started, exchange.wire.settings)
     if isinstance(deadline, Refusal):
-        ask: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
+        info: RequestInfo | Refusal = router.placer.count_refusal("", deadline)
     else:
         received = ReceivedRequest(
-            owner.route, request.body, special.get(b"content-type", b""),
+            exchange.route, request.body, special.get(b"content-type", b""),
             request.id.decode("latin-1"), head.tenant, id_in_headers(special),
             batch=head.batch, deadline=deadline, explain=head.explain, large=large,
         )  # fmt: skip
-        ask = router.read(received)
-    if isinstance(ask, Refusal):
+        info = router.read(received)
+    if isinstance(info, Refusal):
         router.charge_refused_read(head.tenant, now)
-    return ask
+    return info
 
 
-def body_with_targets(owner: AttemptOwner, now: float) -> bytes:
-    ask, body = owner.ask, owner.request.body
-    if not owner.wire.settings.pass_targets or ask is None or not ask.takes_arguments:
+def body_with_targets(exchange: AttemptOwner, now: float) -> bytes:
+    info, body = exchange.info, exchange.request.body
+    if not exchange.wire.settings.pass_targets or info is None or not info.takes_arguments:
         return body
-    if owner.begun is not None:  # has a token
+    if exchange.begun is not None:  # has a token
         return body
-    targets = targets_left_ms(owner, ask, now)
+    targets = targets_left_ms(exchange, info, now)
     return edit_members(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
 
 
-def targets_left_ms(owner: AttemptOwner, ask: RequestInfo, now: float) -> dict[str, int]:
+def targets_left_ms(exchange: AttemptOwner, info: RequestInfo, now: float) -> dict[str, int]:
     """Return the targets in milliseconds.
 
     Engines know no tenants, so a tenant's deadline may only relax the operator's target.
     """
-    settings = owner.wire.router.settings.admission or NO_TARGETS
-    ttft_s, tpot_s = settings.ttft_of(ask), settings.tpot_of(ask)
-    due = inf if ttft_s is None else owner.record.started + ttft_s
-    if ask.deadline < inf:
-        due = ask.deadline if ask.tenant is None else max(due, ask.deadline)
+    settings = exchange.wire.router.settings.admission or NO_TARGETS
+    ttft_s, tpot_s = settings.ttft_of(info), settings.tpot_of(info)
+    due = inf if ttft_s is None else exchange.record.started + ttft_s
+    if info.deadline < inf:
+        due = info.deadline if info.tenant is None else max(due, info.deadline)
     found: dict[str, int] = {}
-    if due < inf and (ask.tenant is None or ttft_s is not None):
+    if due < inf and (info.tenant is None or ttft_s is not None):
         found["deadline_ms"] = round((due - now) * 1000)
     if tpot_s is not None:
         found["tpot_ms"] = max(round(tpot_s * 1000), 1)

@@ -20,32 +20,32 @@ TOO_LONG = re.compile(rb"maximum (?:context|model) length")
 MISSING_ROUTE = re.compile(rb'\s*\{\s*"detail"\s*:\s*"Not Found"\s*\}\s*')
 
 
-def must_be_read(owner: AttemptOwner, lease: Lease | None, status: int) -> bool:
+def must_be_read(exchange: AttemptOwner, lease: Lease | None, status: int) -> bool:
     if status == BAD_REQUEST:
-        return lease is not None and owner.wire.router.leases.has_larger(lease)
+        return lease is not None and exchange.wire.router.leases.has_larger(lease)
     return status == NOT_FOUND
 
 
-def refuses_our_key(owner: AttemptOwner, lease: Lease | None, status: int) -> bool:
+def refuses_our_key(exchange: AttemptOwner, lease: Lease | None, status: int) -> bool:
     """Return True for a 401 that is not the client's: its key was not sent."""
     if status != UNAUTHORIZED or lease is None:
         return False
-    return owner.request.head.tenant is not None or lease.worker.spec.api_key is not None
+    return exchange.request.head.tenant is not None or lease.worker.spec.api_key is not None
 
 
 def is_too_long(error_body: bytes) -> bool:
     return TOO_LONG.search(error_body, 0, MAX_ERROR_BYTES) is not None
 
 
-def missing_route(owner: AttemptOwner, error_body: bytes) -> Refusal | None:
+def missing_route(exchange: AttemptOwner, error_body: bytes) -> Refusal | None:
     """Return a refusal with the models if the worker lacks the path."""
-    ask = owner.ask
-    if ask is None or not ask.model or MISSING_ROUTE.fullmatch(error_body) is None:
+    info = exchange.info
+    if info is None or not info.model or MISSING_ROUTE.fullmatch(error_body) is None:
         return None
-    tenant = ask.tenant
+    tenant = info.tenant
     known = [
         name
-        for name in owner.wire.router.fleet.roster.models()
+        for name in exchange.wire.router.fleet.roster.models()
         if tenant is None or tenant.may_use(name)
     ]
-    return refusals.route_not_served(ask.model, owner.request.head.path, known)
+    return refusals.route_not_served(info.model, exchange.request.head.path, known)

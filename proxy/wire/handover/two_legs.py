@@ -75,7 +75,7 @@ class TwoLegExchange:
         self._request = request
         self._lease, self._first = lease, first
         number = wire.new_id().decode()
-        if lease.ask.route in IDS:  # stored under this id: make it hard to guess
+        if lease.info.route in IDS:  # stored under this id: make it hard to guess
             number += os.urandom(8).hex()
         self._pair = Pair(
             wire.pools.pool_for(first).side, wire.pools.pool_for(lease.worker).side, number
@@ -94,7 +94,7 @@ class TwoLegExchange:
     def prefill(self, now: float, exchange: PrefillOwner, body: bytes) -> None:
         wire, lease, request = self._wire, self._lease, self._request
         pool = wire.pools.pool_for(self._first)
-        body = prefill_body(self._connector, self._pair, lease.ask, body)
+        body = prefill_body(self._connector, self._pair, lease.info, body)
         settings = wire.settings
         within_s = prefill_timeout_s(lease, settings.prefill_s, settings.first_byte_s)
         leg = self._leg = PrefillLeg(exchange, within_s)
@@ -131,7 +131,7 @@ class TwoLegExchange:
         exchange.timeout_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
-        body = decode_body(connector, self._pair, taken, lease.ask, request.body)
+        body = decode_body(connector, self._pair, taken, lease.info, request.body)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
         return True
 
@@ -217,7 +217,7 @@ class TwoLegExchange:
         if late:
             self._wire.metrics.count_handover_end("late_failed")
         else:
-            self._wire.metrics.count_failed_handover(lease, was_asked=was_sent)
+            self._wire.metrics.count_failed_handover(lease, wrequest_infoed=was_sent)
         if self._taken is None:
             self.is_suspect = bool(self._refused)
             return lease.running_leg.worker, outcome

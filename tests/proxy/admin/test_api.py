@@ -21,7 +21,7 @@ from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup.app import App
-from tests.proxy.core.making import ask, spec, worker_of
+from tests.proxy.core.making import make_info, spec, worker_of
 from tests.proxy.metrics.finished import finished
 
 FLEET = """
@@ -66,7 +66,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def charge(app: App, name: str, request: str = "r1") -> Any:
-    info = ask(output=20, model="tiny")
+    info = make_info(output=20, model="tiny")
     info.id = request
     return app.fleet.charge(info, Decision(worker_of(app.router, name), Reason.SHORT_POOL), NOW)
 
@@ -222,7 +222,7 @@ async def test_decisions_are_filtered(app: App, api: httpx.AsyncClient) -> None:
     for number, name in enumerate(["s0", "l0", "s0"]):
         lease = charge(app, name, request=f"r{number}")
         recent = app.recent
-        recent.add(lease.ask, lease.decision, finished(reason=Reason.SHORT_POOL, ttft_s=0.1))
+        recent.add(lease.info, lease.decision, finished(reason=Reason.SHORT_POOL, ttft_s=0.1))
     everything = (await api.get("/admin/decisions")).json()
     assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]
     assert everything[0]["worker"] == "s0"

@@ -7,7 +7,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.model.role import Role
 from proxy.core.router import Router, RouterSettings
-from tests.proxy.core.making import MODEL, ask, placed, router_of, spec, waits
+from tests.proxy.core.making import MODEL, make_info, placed, router_of, spec, waits
 
 LONG = 4 * 12_000  # bytes
 
@@ -16,7 +16,7 @@ def disaggregated() -> Router:
     """Return a router with a busy prefill worker and an idle decode worker."""
     sides = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
     router = router_of(*sides, transfer=True, disaggregate_above=1000)
-    assert placed(router.submit(ask(500_000), 0.0)).prefill is not None
+    assert placed(router.submit(make_info(500_000), 0.0)).prefill is not None
     return router
 
 
@@ -34,8 +34,8 @@ def test_idle_fleet_has_capacity() -> None:
 
 def test_only_requests_for_the_same_model_go_first() -> None:
     router = router_of(spec("a", most=1), spec("b", most=8, model="other"))
-    placed(router.submit(ask(), 0.0))
-    waits(router.submit(ask(), 0.0))
+    placed(router.submit(make_info(), 0.0))
+    waits(router.submit(make_info(), 0.0))
     assert not has_spare_capacity(router, MODEL, 0.0)
     assert has_spare_capacity(router, "other", 0.0)
 

@@ -96,7 +96,7 @@ async def test_lines_have_the_tenant_and_the_batch_rank(harness: BatchHarness) -
 
     async def record_tenant(call: Any) -> None:
         [exchange] = harness.site.wire.exchanges
-        info = present(exchange.ask)
+        info = present(exchange.info)
         seen.append((info.tenant and info.tenant.name, info.rank))
         await scripts.obey("w0")(call)
 

@@ -97,7 +97,7 @@ def tenant(
     return Tenant(TenantSpec(name, rank, weight, Limits(**limits)))
 
 
-def ask(
+def make_info(
     prompt: int = 100,
     output: int | None = 50,
     *,
@@ -131,18 +131,18 @@ def ask(
     return info
 
 
-def ask_of(
+def info_of(
     owner: Tenant | None, prompt: int = 100, output: int | None = 50, **fields: Any
 ) -> RequestInfo:
     """Return a request of a tenant."""
-    info = ask(prompt, output, **fields)
+    info = make_info(prompt, output, **fields)
     if owner is not None:
         info.tenant, info.rank = owner, owner.spec.rank
     return info
 
 
 def pinned_to(name: str, prompt: int = 100) -> RequestInfo:
-    info = ask(prompt)
+    info = make_info(prompt)
     info.pinned = name
     return info
 

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import RequestInfo
-from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
+from tests.proxy.core.making import GENERAL, LONG, SHORT, make_info, spec
 from tests.proxy.core.toy import Job, Speed, Speeds, Toy, p99
 
 PAIR = spec("s", SHORT, 8192), spec("l", LONG, 65_536)
@@ -22,11 +22,11 @@ Maker = Callable[[random.Random], RequestInfo]
 
 
 def short(rng: random.Random) -> RequestInfo:
-    return ask(rng.randint(50, 1500), rng.randint(20, 200))
+    return make_info(rng.randint(50, 1500), rng.randint(20, 200))
 
 
 def long(rng: random.Random) -> RequestInfo:
-    return ask(rng.randint(10_000, 40_000), rng.randint(20, 200))
+    return make_info(rng.randint(10_000, 40_000), rng.randint(20, 200))
 
 
 def mixed(share: float) -> Maker:
@@ -63,7 +63,7 @@ def saturated(specs: tuple[WorkerSpec, ...], clients: int, *, stream: bool) -> f
 
     def again(_: Job | None = None) -> None:
         if toy.now < seconds:
-            send(toy, ask(rng.randint(50, 800), rng.randint(20, 150), stream=stream))
+            send(toy, make_info(rng.randint(50, 800), rng.randint(20, 150), stream=stream))
 
     toy.finished = again
     for i in range(clients):
@@ -73,7 +73,7 @@ def saturated(specs: tuple[WorkerSpec, ...], clients: int, *, stream: bool) -> f
 
 
 def ttfts(toy: Toy, *, long: bool) -> list[float]:
-    return [job.ttft for job in toy.jobs if job.ask.long is long and job.first_at is not None]
+    return [job.ttft for job in toy.jobs if job.info.long is long and job.first_at is not None]
 
 
 @pytest.mark.parametrize(("clients", "stream"), [(32, True), (64, False)])
@@ -89,11 +89,11 @@ def test_shorts_do_not_wait_behind_longs() -> None:
         for i in range(30):
             toy.at(i * 0.3, lambda: send(toy, short(rng)))
         for i in range(2):
-            toy.at(20 + i / 100, lambda: send(toy, ask(30_000, 50)))
+            toy.at(20 + i / 100, lambda: send(toy, make_info(30_000, 50)))
         for i in range(20):
             toy.at(20.05 + i / 10, lambda: send(toy, short(rng)))
         toy.run()
-        return p99([job.ttft for job in toy.jobs if job.at > 20 and not job.ask.long])
+        return p99([job.ttft for job in toy.jobs if job.at > 20 and not job.info.long])
 
     pools = short_p99(*PAIR, policy="adaptive")
     general = short_p99(
@@ -145,7 +145,7 @@ def test_conversations_return_to_the_worker_with_their_prefix() -> None:
             start = rng.uniform(0, 60)
             for turn in range(1, 8):
                 prefix = tuple(1000 * session + i for i in range(8 * turn))
-                info = ask(600 * turn, 50, prefix=prefix)
+                info = make_info(600 * turn, 50, prefix=prefix)
                 toy.at(start + 6 * turn, lambda info=info: send(toy, info))  # type: ignore[misc]
         toy.run()
         return mean(ttfts(toy, long=False))
@@ -162,7 +162,7 @@ def test_common_prefix_makes_no_hot_spot(rate: float) -> None:
     """
 
     def make(rng: random.Random) -> RequestInfo:
-        return ask(5000, rng.randint(50, 200), prefix=tuple(range(1, 33)))
+        return make_info(5000, rng.randint(50, 200), prefix=tuple(range(1, 33)))
 
     toy = open_load(tuple(spec(f"g{i}") for i in range(4)), GPU, rate, 100, make)
     peaks = [engine.most_jobs for engine in toy.engines.values()]
@@ -182,10 +182,10 @@ def test_waiting_longs_keep_their_reserve() -> None:
     def watch() -> None:
         if toy.router.queue.count_waiting("m", long=True):
             jobs = toy.engines["l"].jobs
-            on_long.append(sum(not job.ask.long for job in jobs if job.at > 21.0))
+            on_long.append(sum(not job.info.long for job in jobs if job.at > 21.0))
 
     for i in range(12):
-        toy.at(20 + i / 100, lambda: send(toy, ask(20_000, 100)))
+        toy.at(20 + i / 100, lambda: send(toy, make_info(20_000, 100)))
     for i in range(600):
         toy.at(i / 15, lambda: send(toy, short(rng)))
         toy.at(i / 15 + 0.01, watch)

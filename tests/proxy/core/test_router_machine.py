@@ -26,7 +26,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
-from tests.proxy.core.making import MODEL, ask, idle
+from tests.proxy.core.making import MODEL, idle, make_info
 
 Facts = dict[str, object]
 PLAIN = int | float | str | tuple | frozenset | None
@@ -41,7 +41,7 @@ def make_request(
     prompt: int = 400, error: int = 0, prefix: tuple[int, ...] = (), **fields: Any
 ) -> RequestInfo:
     prefix = prefix if prompt else ()
-    return ask(prompt, error=min(error, prompt), size=prompt * 4 + 1, prefix=prefix, **fields)
+    return make_info(prompt, error=min(error, prompt), size=prompt * 4 + 1, prefix=prefix, **fields)
 
 
 REQUESTS = st.builds(
@@ -197,9 +197,9 @@ class RouterMachine(RuleBasedStateMachine):
         if info.tenant is not None:
             info.rank = info.tenant.spec.rank
         waiting_before = [
-            t.ask
+            t.info
             for t in self.waiting
-            if t.ask.long == info.long and plain(t) and t.ask.rank <= info.rank
+            if t.info.long == info.long and plain(t) and t.info.rank <= info.rank
         ]
         self.asked.append((info, facts_of(info)))
         tried = frozenset(w for w in self.fleet.roster if w.name in failed)
@@ -216,7 +216,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert placed.status in (400, 429, 502, 503)
 
     def check_placed(self, lease: Lease, tried: frozenset[Worker]) -> None:
-        worker, info = lease.worker, lease.ask
+        worker, info = lease.worker, lease.info
         assert self.fleet.roster.get(worker.name) is worker
         assert worker.up
         assert worker.role.can_serve or info.pinned
@@ -242,7 +242,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.leases.append(lease)
 
     def check_handed_over(self, lease: Lease, first: Lease, tried: frozenset[Worker]) -> None:
-        prefill, decode, info = first.worker, lease.worker, lease.ask
+        prefill, decode, info = first.worker, lease.worker, lease.info
         assert self.transfer
         assert not info.whole
         assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
@@ -273,7 +273,9 @@ class RouterMachine(RuleBasedStateMachine):
             same = [
                 t
                 for t in self.tickets
-                if t.ask.long == ticket.ask.long and t.ask.tenant is ticket.ask.tenant and plain(t)
+                if t.info.long == ticket.info.long
+                and t.info.tenant is ticket.info.tenant
+                and plain(t)
             ]
             first = same[:1] == [ticket]
             if self.by_arrival:
@@ -297,7 +299,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data(), cached=st.sampled_from([None, 0, 100]))
     def prefilled(self, data: st.DataObject, cached: int | None) -> None:
         lease = data.draw(st.sampled_from(self.leases))
-        usage = None if cached is None else Usage(lease.ask.prompt_tokens, 1, cached)
+        usage = None if cached is None else Usage(lease.info.prompt_tokens, 1, cached)
         self.router.leases.end_prefill(lease, self.now, usage)
         assert lease.running_leg is lease
 
@@ -320,7 +322,7 @@ class RouterMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(self.leases))
         self.leases.remove(lease)
         for _ in range(1 + twice):
-            usage = Usage(lease.ask.prompt_tokens, written, written // 2)
+            usage = Usage(lease.info.prompt_tokens, written, written // 2)
             self.router.leases.finish(lease, self.now, outcome, usage, rest)
 
     @precondition(lambda self: self.tickets)
@@ -333,7 +335,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(prompt=st.sampled_from([10, 5000]))
     def explain(self, prompt: int) -> None:
         before = [(w.requests, w.prefill_tokens) for w in self.fleet.roster]
-        decision = self.router.placer.explain(ask(prompt), self.now)
+        decision = self.router.placer.explain(make_info(prompt), self.now)
         assert len(decision.scores) == len(self.fleet.roster)
         assert [w.requests for w in self.fleet.roster] == [requests for requests, _ in before]
 
@@ -366,16 +368,16 @@ class RouterMachine(RuleBasedStateMachine):
     def queue_stays_within_its_bounds(self) -> None:
         if hasattr(self, "router"):
             assert len(self.router.queue) == len(self.waiting) <= MAX_WAITING
-            assert self.router.queue.bytes == sum(t.ask.body_bytes for t in self.waiting)
+            assert self.router.queue.bytes == sum(t.info.body_bytes for t in self.waiting)
             assert self.router.queue.bytes <= MAX_BYTES
 
     @invariant()
     def tenants_count_their_requests_in_flight(self) -> None:
-        asks = [lease.ask for lease in self.charged] + [ticket.ask for ticket in self.waiting]
+        asks = [lease.info for lease in self.charged] + [ticket.info for ticket in self.waiting]
         for tenant in self.tenants:
             if tenant is not None:
                 assert tenant.ledger.running == sum(info.tenant is tenant for info in asks)
-                assert tenant.waiting == sum(t.ask.tenant is tenant for t in self.waiting)
+                assert tenant.waiting == sum(t.info.tenant is tenant for t in self.waiting)
 
     @invariant()
     def charges_equal_the_leases(self) -> None:
@@ -398,8 +400,8 @@ class RouterMachine(RuleBasedStateMachine):
                 other.running_prefixes.tokens for other in predecessors
             )
             assert worker.kv_coming == sum(lease.kv_coming for lease in charged)
-            assert worker.sequences == sum(lease.ask.samples for lease in charged if lease.sent)
-            assert worker.decoding <= sum(lease.ask.samples for lease in charged)
+            assert worker.sequences == sum(lease.info.samples for lease in charged if lease.sent)
+            assert worker.decoding <= sum(lease.info.samples for lease in charged)
             assert worker.shut == (worker.is_full or worker.is_barred), "the flag that pools read"
 
     @invariant()
@@ -433,12 +435,12 @@ class RouterMachine(RuleBasedStateMachine):
         assert idle(self.workers)
         for tenant in self.tenants:
             if tenant is not None:
-                assert tenant.ledger.running == sum(t.ask.tenant is tenant for t in self.waiting)
+                assert tenant.ledger.running == sum(t.info.tenant is tenant for t in self.waiting)
 
 
 def plain(ticket: Ticket) -> bool:
     """Return whether a ticket waits in the common queue of its size, as it always did."""
-    return not ticket.attempts.tried and not ticket.ask.pinned and ticket.cache_due == inf
+    return not ticket.attempts.tried and not ticket.info.pinned and ticket.cache_due == inf
 
 
 class HandoverMachine(RouterMachine):
@@ -497,7 +499,7 @@ class CacheMachine(TenantMachine):
         for ticket in self.waiting:
             if ticket.cache_wait is not None:
                 assert ticket.cache_until <= ticket.deadline
-                assert ticket.cache_wait.worker.model == ticket.ask.model
+                assert ticket.cache_wait.worker.model == ticket.info.model
 
 
 TestCaches = CacheMachine.TestCase

@@ -17,7 +17,7 @@ from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Tenant, TenantSpec
-from tests.proxy.core.making import ask, router_of, spec
+from tests.proxy.core.making import make_info, router_of, spec
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class World:
         self.numbers = count()
 
     def ask(self, tenant: Tenant, size: Size) -> None:
-        info: RequestInfo = ask(max(int(size.prompt * size.error), 1), size.output + 1)
+        info: RequestInfo = make_info(max(int(size.prompt * size.error), 1), size.output + 1)
         info.expected_output = int(size.output * size.error)
         info.tenant, info.rank = tenant, tenant.spec.rank
         answer = self.router.submit(info, self.now)
@@ -68,7 +68,7 @@ class World:
 
     def begin(self, lease: Lease, size: Size, since: float) -> None:
         heapq.heappush(self.running, (self.now + size.runs, next(self.numbers), lease, size))
-        if lease.ask.tenant is not self.flooder:
+        if lease.info.tenant is not self.flooder:
             self.waited.append(self.now - since)
 
     def refill(self, turn: int) -> None:
@@ -88,13 +88,13 @@ class World:
             for ticket, answer in self.router.pop_due(self.now):
                 assert isinstance(answer, Lease), answer
                 self.begin(answer, *self.tickets.pop(ticket))
-            if lease.ask.tenant is not self.flooder and lease.ask.tenant is not None:
-                self.ask(lease.ask.tenant, size)
+            if lease.info.tenant is not self.flooder and lease.info.tenant is not None:
+                self.ask(lease.info.tenant, size)
         since = [at for ticket, (_, at) in self.tickets.items() if self.is_polite(ticket)]
         self.waited += [self.now - at for at in since]
 
     def is_polite(self, ticket: Ticket) -> bool:
-        return ticket.ask.tenant is not self.flooder
+        return ticket.info.tenant is not self.flooder
 
     @property
     def longest(self) -> float:
@@ -130,13 +130,13 @@ def test_overestimates_earn_no_share() -> None:
     world.play(400, 10)
     router, late = world.router, Tenant(TenantSpec("late"))
     for _ in range(20):
-        info = ask(100_000, 1)
+        info = make_info(100_000, 1)
         info.expected_output = 0
         info.tenant = late
         answer = router.submit(info, world.now)
         assert isinstance(answer, Ticket)
         world.tickets[answer] = Size(100, 0, 1000.0), world.now
     world.play(60, -1)
-    names = [entry[2].ask.tenant for entry in world.running]
+    names = [entry[2].info.tenant for entry in world.running]
     assert late in names
     assert len(set(names)) == 3, "no tenant has all slots"

@@ -34,7 +34,7 @@ Speeds = Speed | dict[str, Speed]
 class Job:
     """One request, from its client to its end."""
 
-    ask: RequestInfo
+    info: RequestInfo
     output: int
     at: float
     lease: Lease | None = None
@@ -66,10 +66,10 @@ class Engine:
     most_jobs: int = 0
 
     def take(self, job: Job) -> None:
-        blocks = job.ask.prefix
+        blocks = job.info.prefix
         held = next((i for i, block in enumerate(blocks) if block not in self.cached), len(blocks))
         share = held / len(blocks) if blocks else 0.0
-        job.left = max(int(job.ask.prompt_tokens * (1 - share)), 1)
+        job.left = max(int(job.info.prompt_tokens * (1 - share)), 1)
         self.jobs.append(job)
         self.most_jobs = max(self.most_jobs, len(self.jobs))
 
@@ -81,13 +81,13 @@ class Engine:
         wrote = [(job, False) for job in decoding]
         prefilling = [job for job in self.jobs if job.left]
         if speed.shorts_pass:
-            prefilling.sort(key=lambda job: job.ask.long)
+            prefilling.sort(key=lambda job: job.info.long)
         for job in prefilling:
             chunk = min(job.left, budget)
             budget -= chunk
             job.left -= chunk
             if chunk and job.left == 0:
-                self.cached.update(job.ask.prefix)
+                self.cached.update(job.info.prefix)
                 wrote.append((job, True))
         seconds = speed.base_s + speed.each_s * len(decoding)
         return seconds + speed.token_s * (speed.budget - budget), wrote
@@ -127,11 +127,11 @@ class Toy:
         if self._waiting or self._events:
             self.at(self.now + 0.1, self._tick)
 
-    def send(self, ask: RequestInfo, output: int) -> Job:
-        job = Job(ask, output, self.now)
+    def send(self, info: RequestInfo, output: int) -> Job:
+        job = Job(info, output, self.now)
         self.jobs.append(job)
-        ask.long = ask.expected_tokens > self.router.settings.short_limit
-        placed = self.router.submit(ask, self.now)
+        info.long = info.expected_tokens > self.router.settings.short_limit
+        placed = self.router.submit(info, self.now)
         if isinstance(placed, Ticket):
             self._waiting[placed] = job
         else:
@@ -167,14 +167,14 @@ class Toy:
         job.written += 1
         if first:
             job.first_at = self.now
-            if job.ask.stream:
+            if job.info.stream:
                 self.router.leases.record_first_token(job.lease, self.now)
-        if job.ask.stream:
+        if job.info.stream:
             self.router.leases.record_tokens(job.lease, 1)
         if job.written >= job.output:
             engine.jobs.remove(job)
             job.done_at = self.now
-            usage = Usage(job.ask.prompt_tokens, job.written)
+            usage = Usage(job.info.prompt_tokens, job.written)
             self.router.leases.finish(job.lease, self.now, Outcome.DONE, usage)
             self.finished(job)
 

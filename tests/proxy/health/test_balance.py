@@ -12,7 +12,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.router import Router
 from proxy.health.balance import MEMORY_S, Balance, BalanceShown, SideLoad, balance
-from tests.proxy.core.making import ask, placed, router_of, spec, waits, worker_of
+from tests.proxy.core.making import make_info, placed, router_of, spec, waits, worker_of
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_short_prompts_make_a_worker_partly_busy(role: Role, prompts: int, busy:
     for worker in router.fleet.roster:
         worker.pace.fixed_s, worker.pace.token_s = 0.02, 2.5e-5
     for _ in range(prompts):
-        short = ask(100)
+        short = make_info(100)
         short.whole = "" if role is Role.PREFILL else "samples"
         placed(router.submit(short, 0.0))
     shown = shown_after(router)
@@ -90,7 +90,7 @@ def test_waiting_work_counts_in_seconds() -> None:
         for worker in router.fleet.roster:
             worker.pace.token_s = token_s
         for _ in range(3):
-            placed(router.submit(ask(1000), 0.0))
+            placed(router.submit(make_info(1000), 0.0))
         wanted[token_s] = shown_after(router).prefill.wanted
     assert wanted[1e-4] < 1.5 < wanted[1e-2]
 
@@ -146,7 +146,7 @@ def test_decode_worker_with_a_queue_is_busy(
 def test_decode_worker_is_as_busy_as_its_seats_are_taken(slots: int | None, busy: float) -> None:
     """A request without a seat waits in the router, so the worker's metrics do not show it."""
     router = router_with_sides(slots=slots)
-    leases = [router.submit(ask(1000), 0.0) for _ in range(8)]
+    leases = [router.submit(make_info(1000), 0.0) for _ in range(8)]
     for lease in leases[:4]:
         router.leases.end_prefill(placed(lease), 0.0, None)
         router.leases.record_first_token(placed(lease), 0.0)
@@ -164,7 +164,7 @@ def test_seats_of_prompts_in_prefill_are_free() -> None:
     router = router_with_sides(slots=4, max_requests=8)
     router.fleet.health.set_gauges("d0", Gauges(0.0, 0, kv_capacity_tokens=5000))
     for _ in range(4):
-        placed(router.submit(ask(1000), 0.0))
+        placed(router.submit(make_info(1000), 0.0))
     shown = shown_after(router)
     assert (shown.decode.busy, shown.short) == (0, "prefill")
 
@@ -196,7 +196,7 @@ def test_side_that_is_down_is_shown(down: str, short: str, advice: str) -> None:
 def test_draining_worker_does_not_count() -> None:
     router = router_with_sides(prefills=2)
     router.fleet.roster.drain("p1")
-    placed(router.submit(ask(1000), 0.0))
+    placed(router.submit(make_info(1000), 0.0))
     shown = shown_after(router)
     assert (shown.prefill.workers, shown.short) == (1, "prefill")
     assert shown.prefill.busy > 0.8
@@ -204,7 +204,7 @@ def test_draining_worker_does_not_count() -> None:
 
 def test_time_before_the_first_look_does_not_count_as_idle() -> None:
     router = router_with_sides()
-    placed(router.submit(ask(1000), 0.0))
+    placed(router.submit(make_info(1000), 0.0))
     assert shown_after(router, 5).prefill.busy > 0.8
 
 

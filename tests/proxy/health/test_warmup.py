@@ -22,7 +22,7 @@ from proxy.health.warmup import RETRY_S, Warmup
 from proxy.metrics.handovers import HandoverCounters
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
-from tests.proxy.core.making import ask, placed, router_of, worker_of
+from tests.proxy.core.making import make_info, placed, router_of, worker_of
 from tests.proxy.running import serving
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
@@ -55,7 +55,7 @@ class WarmupSite:
     def is_cold(self, prefill: str, decode: str) -> bool:
         """Return whether a prompt is served whole because the link is cold."""
         first, second = self.worker(prefill), self.worker(decode)
-        info = replace(ask(5000), model=first.model)
+        info = replace(make_info(5000), model=first.model)
         lease = placed(self.router.submit(info, 0.0))
         self.router.leases.finish(lease, 0.0, Outcome.MOOT)
         assert (lease.prefill is None) == self.router.placer.links.is_cold(first, second)

@@ -26,8 +26,7 @@ from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.scrape import slices
 from tests.present import present
 from tests.proxy.core.learned.test_prefix_index import held, text
-from tests.proxy.core.making import ask as make_ask
-from tests.proxy.core.making import spec
+from tests.proxy.core.making import make_info, spec
 from tests.proxy.journal.simulated_engine import (
     FakePublisher,
     KnownRequest,
@@ -139,7 +138,7 @@ class Reader:
         """Return a request with a prompt of whole blocks."""
         body = text(*letters)
         hashes = self.prefixes.hashes("m", body)
-        return replace(make_ask(prefix=hashes), id=name, prefix_bytes=len(body))
+        return replace(make_info(prefix=hashes), id=name, prefix_bytes=len(body))
 
 
 @pytest.fixture
@@ -320,13 +319,13 @@ async def test_an_engine_that_reports_prefixes_is_followed_by_two_routers(
     late_worker = late.add("a", engine.endpoint)
     await reader.up("a")
     assert worker.reports_prefixes
-    ask = reader.asked("ab")
-    reader.roster.expect_prefix(ask, worker)
+    info = reader.asked("ab")
+    reader.roster.expect_prefix(info, worker)
     await eventually(lambda: engine.publisher.names)
-    assert engine.publisher.names == [("x", name_of(ask.prefix, ask.prefix_bytes))]
+    assert engine.publisher.names == [("x", name_of(info.prefix, info.prefix_bytes))]
     (name,) = [name for _, name in engine.publisher.names]
     number = engine.arrive("chatcmpl-x-00000001", 256, name)
-    reader.prefixes.stop_expecting(ask.prefix, worker.index)
+    reader.prefixes.stop_expecting(info.prefix, worker.index)
     await reader.until_held("ab", {0: 2})
     await late.up("a")
     assert late.held("ab") == {0: 2}
@@ -348,8 +347,8 @@ async def test_own_prefixes_are_known_before_the_engine_reports_their_names(
     reader.roster.expect_prefix(own, worker)
     engine.arrive("chatcmpl-y-00000001", 256)
     engine.arrive("chatcmpl-x-00000001", 256)
-    for ask in (own, other):
-        reader.prefixes.stop_expecting(ask.prefix, worker.index)
+    for info in (own, other):
+        reader.prefixes.stop_expecting(info.prefix, worker.index)
     await reader.until_held("ab", {0: 2})
     assert reader.held("cd") == {}
     assert {
@@ -363,8 +362,8 @@ async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_trut
     engine = engines[0]
     worker = reader.add("a", engine.endpoint)
     await reader.up("a")
-    ask = reader.asked("ab")
-    name = name_of(ask.prefix, ask.prefix_bytes)
+    info = reader.asked("ab")
+    name = name_of(info.prefix, info.prefix_bytes)
     number = engine.arrive("chatcmpl-x-00000001", 256, name)
     await reader.until_held("ab", {0: 2})
     engine.silent = True
@@ -372,7 +371,7 @@ async def test_a_lost_journal_leaves_expectations_and_the_next_snapshot_the_trut
     reader.journals.update(time.monotonic() + 10.0)
     assert not worker.reports_prefixes
     assert reader.held("ab") == {0: 2}
-    reader.prefixes.stop_expecting(ask.prefix, worker.index)
+    reader.prefixes.stop_expecting(info.prefix, worker.index)
     assert reader.held("ab") == {}
     engine.silent = False
 
@@ -388,9 +387,9 @@ async def test_a_request_of_several_prompts_has_no_name(reader: Reader, engines:
     worker = reader.add("a", engines[0].endpoint)
     await reader.up("a")
     for name, prompts in (("two", 2), ("one", 1)):
-        ask = reader.asked("ab", name)
-        ask.prompts = prompts
-        reader.roster.expect_prefix(ask, worker)
+        info = reader.asked("ab", name)
+        info.prompts = prompts
+        reader.roster.expect_prefix(info, worker)
     await eventually(lambda: engines[0].publisher.names)
     assert [name for name, _ in engines[0].publisher.names] == ["one"]
 

@@ -13,7 +13,7 @@ from proxy.metrics import no_first_token as unseen_module
 from proxy.metrics.no_first_token import NoFirstToken
 from proxy.metrics.registry import SHORT, Metrics
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.core.making import ask, router_of, spec, worker_of
+from tests.proxy.core.making import make_info, router_of, spec, worker_of
 from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, shown
 
@@ -47,7 +47,7 @@ def finish(
 ) -> None:
     """Finish a request on worker `a`."""
     record = RequestRecord()
-    record.ask = ask(stream=stream, **fields)
+    record.info = make_info(stream=stream, **fields)
     worker = worker_of(metrics.router, "a")
     record.decision = decision or Decision(worker, Reason.GENERAL_POOL)
     record.started, record.prefilled_at = 100.0, prefilled_at

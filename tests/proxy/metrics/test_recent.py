@@ -10,7 +10,7 @@ import pytest
 from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.types import Reason
 from proxy.metrics.recent import MAX_TEXT, RecentRequests, RequestFilter
-from tests.proxy.core.making import ask, fleet_of, spec
+from tests.proxy.core.making import fleet_of, make_info, spec
 from tests.proxy.metrics.finished import finished
 
 WORKERS = {worker.name: worker for worker in fleet_of(spec("s0"), spec("s1")).roster}
@@ -23,7 +23,7 @@ def ring(kept: int = 10) -> RecentRequests:
 
 
 def add(recent: RecentRequests, name: str, worker: str | None = "s0", model: str = "tiny") -> None:
-    info = ask(output=20, model=model)
+    info = make_info(output=20, model=model)
     info.id = name
     decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
     reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
@@ -56,7 +56,7 @@ def test_cached_tokens_are_those_of_the_worker_that_prefills() -> None:
         for worker in (decode, prefill):
             worker.reports_prefixes = worker is reporting
         for decision in (whole, handed):
-            recent.add(ask(), decision, finished())
+            recent.add(make_info(), decision, finished())
     found = [(entry.cached_tokens, entry.cached_reported) for entry in recent.newest(4)]
     assert found == [(64, True), (512, False), (64, False), (512, True)]
 
@@ -109,7 +109,7 @@ def test_handover_entry_has_both_workers_times_and_verdict(
     handover = HandoverDecision(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
     handover.transferred_s = transferred_s
     decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover, whether=whether)
-    recent.add(ask(), decision, finished(reason=Reason.HANDOVER, size="long"))
+    recent.add(make_info(), decision, finished(reason=Reason.HANDOVER, size="long"))
     (entry,) = recent.newest(1)
     assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
     times = entry.prefill_s, entry.transfer_s, entry.transferred_s

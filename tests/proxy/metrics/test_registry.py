@@ -53,8 +53,8 @@ def metrics(router: Router) -> Metrics:
     return Metrics(router)
 
 
-def ask(**fields: Any) -> RequestInfo:
-    return making.ask(output=20, model="tiny", **fields)
+def make_info(**fields: Any) -> RequestInfo:
+    return making.make_info(output=20, model="tiny", **fields)
 
 
 def count_request(metrics: Metrics, **more: object) -> None:
@@ -140,9 +140,9 @@ def test_times_are_counted_by_pool_and_class(metrics: Metrics, pool: Role, size:
 
 def test_batch_requests_have_their_own_class() -> None:
     assert class_of(None) == "none"
-    assert class_of(ask()) == "short"
-    assert class_of(ask(long=True)) == "long"
-    for batch in (ask(), ask(long=True)):
+    assert class_of(make_info()) == "short"
+    assert class_of(make_info(long=True)) == "long"
+    for batch in (make_info(), make_info(long=True)):
         batch.rank = Rank.BATCH
         assert class_of(batch) == "batch"
 
@@ -168,7 +168,7 @@ def test_seats_ratio_needs_the_number_of_seats(metrics: Metrics, router: Router)
         assert value(metrics, "proxy_worker_seats_taken_ratio", **labels) is None
         router.fleet.health.set_gauges(name, Gauges(1.0))
         for _ in range(3):
-            router.fleet.charge(ask(), Decision(worker, Reason.ONLY_CHOICE), 1.0)
+            router.fleet.charge(make_info(), Decision(worker, Reason.ONLY_CHOICE), 1.0)
         taken = value(metrics, "proxy_worker_seats_taken_ratio", **labels)
         assert taken == (0.75 if slots else 0)
 
@@ -185,7 +185,7 @@ def test_token_gaps_and_retries_are_counted(metrics: Metrics) -> None:
 
 def test_charges_and_states_are_read_from_the_fleet(metrics: Metrics, router: Router) -> None:
     worker, other = router.fleet.roster
-    router.fleet.charge(ask(), Decision(worker, Reason.SHORT_POOL), now=0.0)
+    router.fleet.charge(make_info(), Decision(worker, Reason.SHORT_POOL), now=0.0)
     router.fleet.health.probe_ok("s0", now=0.0)
     router.fleet.roster.drain("l0")
     router.fleet.health.record_failure(other, 0.0, busy=True)
@@ -233,8 +233,8 @@ def test_breaker_states_and_openings_are_shown(
 
 def test_decisions_and_queue_are_read_from_the_router(metrics: Metrics, router: Router) -> None:
     router.fleet.health.probe_ok("s0", now=0.0)
-    router.submit(ask(), 0.0)
-    router.queue.push(ask(size=500), 0.0)
+    router.submit(make_info(), 0.0)
+    router.queue.push(make_info(size=500), 0.0)
     reasons = {
         sample.labels["reason"]: sample.value
         for sample in families(metrics)["proxy_decisions"].samples
@@ -248,10 +248,10 @@ def test_decisions_and_queue_are_read_from_the_router(metrics: Metrics, router: 
 def test_bytes_per_token_is_shown_once_learnt(metrics: Metrics, router: Router) -> None:
     count_request(metrics)
     assert value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT) is None
-    router.sizer.learnt("tiny", CHAT).learn_prompt(3000, 1000)
-    learnt = value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT)
-    assert learnt == round(router.sizer.learnt("tiny", CHAT).bytes_per_token, 3)
-    assert learnt == pytest.approx(3, rel=0.05)
+    router.sizer.learned("tiny", CHAT).learn_prompt(3000, 1000)
+    learned = value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT)
+    assert learned == round(router.sizer.learned("tiny", CHAT).bytes_per_token, 3)
+    assert learned == pytest.approx(3, rel=0.05)
 
 
 def test_values_of_other_components_are_shown(metrics: Metrics) -> None:
@@ -386,7 +386,7 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     metrics.gaps_of("short", SHORT).observe(0.01)
     metrics.count_retry("s0", "connect")
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
-    router.sizer.learnt("tiny", CHAT).learn_prompt(3000, 1000)
+    router.sizer.learned("tiny", CHAT).learn_prompt(3000, 1000)
     router.placer.decisions["tiny", Reason.PREFIX] = 3
     router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
     lease = charge_handover(router)
@@ -407,7 +407,7 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     [tenant] = router.tenants
     tenant.totals.limited["concurrency"] = 1
     metrics.tenants.count(tenant, 200, 0.1, 0.0)
-    metrics.targets.count(ask(), finished(ttft_s=1.0), targets, 0.0)
+    metrics.targets.count(make_info(), finished(ttft_s=1.0), targets, 0.0)
     metrics.journals = lambda: [JournalCount("w0", up=True, gaps=0, bad_signatures=0, requests=1)]
 
 
@@ -415,7 +415,7 @@ def charge_handover(router: Router) -> Lease:
     prefill, decode = list(router.fleet.roster)[:2]
     handover = HandoverDecision(prefill, 0, 700, 0.4, 0.2)
     return router.fleet.charge(
-        ask(prompt=700), Decision(decode, Reason.HANDOVER, handover=handover), 1.0
+        make_info(prompt=700), Decision(decode, Reason.HANDOVER, handover=handover), 1.0
     )
 
 

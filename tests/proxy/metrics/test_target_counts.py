@@ -7,7 +7,7 @@ import pytest
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.tenants.tenants import Rank
 from proxy.metrics.target_counts import TargetCounts
-from tests.proxy.core.making import ask
+from tests.proxy.core.making import make_info
 from tests.proxy.metrics.finished import finished
 
 SETTINGS = AdmissionSettings({Rank.STANDARD: 2.0}, {Rank.STANDARD: 0.1})
@@ -27,12 +27,12 @@ SETTINGS = AdmissionSettings({Rank.STANDARD: 2.0}, {Rank.STANDARD: 0.1})
 def test_results_by_target(fields: dict[str, object], results: set[tuple[str, str]]) -> None:
     counts = TargetCounts()
     done = finished(**{"stream": True, "status": 200, "duration_s": 5.0, **fields})  # type: ignore[arg-type]
-    assert counts.count(ask(), done, SETTINGS, 100.0) == 2.0
+    assert counts.count(make_info(), done, SETTINGS, 100.0) == 2.0
     assert {(target, result) for _, target, result in counts._results} == results
 
 
 def test_clients_deadline_replaces_the_target() -> None:
-    counts, info = TargetCounts(), ask()
+    counts, info = TargetCounts(), make_info()
     info.deadline = 107.0
     done = finished(ttft_s=6.0, status=200)
     assert counts.count(info, done, SETTINGS, 100.0) == 7.0
@@ -41,5 +41,5 @@ def test_clients_deadline_replaces_the_target() -> None:
 
 def test_requests_without_targets_are_not_counted() -> None:
     counts = TargetCounts()
-    assert counts.count(ask(), finished(ttft_s=6.0), None, 0.0) is None
+    assert counts.count(make_info(), finished(ttft_s=6.0), None, 0.0) is None
     assert not counts._results

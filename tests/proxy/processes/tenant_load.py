@@ -8,7 +8,7 @@ from random import Random
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Outcome, RequestInfo
 from proxy.core.tenants.tenants import Tenant
-from tests.proxy.core.making import ask, placed
+from tests.proxy.core.making import make_info, placed
 from tests.proxy.processes.virtual_group import VirtualGroup
 
 PUBLISH_STEPS = 20  # of a millisecond, between two messages of a host
@@ -30,12 +30,12 @@ class TenantLoad:
 
     def serve(self, index: int, lease: Lease) -> None:
         self.running.append((self.group.now + self.rng.uniform(0.2, 0.4), index, lease))
-        if (tenant := lease.ask.tenant) is not None:
+        if (tenant := lease.info.tenant) is not None:
             self.served[tenant.name] += 1
             self.first_served.setdefault(tenant.name, self.group.now)
 
     def add_request(self, index: int, name: str) -> None:
-        info: RequestInfo = ask(100, 50)
+        info: RequestInfo = make_info(100, 50)
         info.tenant = self.tenant(index, name)
         info.rank = info.tenant.spec.rank
         answer = self.group.routers[index].submit(info, self.group.now)

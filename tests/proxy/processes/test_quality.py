@@ -19,7 +19,7 @@ from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Refusal, RequestInfo, Usage
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
-from tests.proxy.core.making import GENERAL, LONG, SHORT, ask, spec
+from tests.proxy.core.making import GENERAL, LONG, SHORT, make_info, spec
 from tests.proxy.core.toy import Speed, Toy, p99
 from tests.proxy.processes.virtual_group import VirtualGroup
 
@@ -98,15 +98,15 @@ def simulate(
         now += rng.expovariate(rate)
         long = rng.random() < longs
         prompt, output = (rng.randint(10_000, 30_000), 100) if long else (rng.randint(50, 1500), 80)
-        toy.at(now, partial(toy.send, ask(prompt, output), output))
+        toy.at(now, partial(toy.send, make_info(prompt, output), output))
     toy.run()
     work: Counter[str] = Counter()
     for job in toy.jobs:
         assert job.done_at is not None
-        work[job.where] += job.ask.prompt_tokens + 10 * job.written
+        work[job.where] += job.info.prompt_tokens + 10 * job.written
     if group is not None:
         group.close()
-    ttfts = [job.ttft for job in toy.jobs if not job.ask.long]
+    ttfts = [job.ttft for job in toy.jobs if not job.info.long]
     return Result(work, ttfts)
 
 

@@ -29,7 +29,7 @@ from proxy.processes.ipc_messages import (
 from proxy.processes.server_process import ServerProcess
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.setup.secrets import SecretKeys
-from tests.proxy.core.making import ask
+from tests.proxy.core.making import make_info
 from tests.proxy.metrics.finished import finished
 from tests.proxy.wire.site import eventually
 
@@ -136,7 +136,7 @@ async def test_unpicklable_answer_does_not_end_the_process(
     server._channel, _ = await connect(ignore, received.put_nowait)
     recent = server.app.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
-    recent.add(ask(), None, finished())
+    recent.add(make_info(), None, finished())
     server.handle(IpcQuestion(1, "decisions", (1, ANY)))
     assert await asyncio.wait_for(received.get(), 5.0) == IpcAnswer(1, failed=True)
     assert not server.ended.is_set()

@@ -21,7 +21,7 @@ from proxy.processes.shared.load import READ_INTERVAL_S, REMOTE_INTERVAL_S, Shar
 from proxy.processes.shared.queue import SharedQueues
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from proxy.processes.shared.sharing import share_router
-from tests.proxy.core.making import ask, placed, router_of, worker_of
+from tests.proxy.core.making import make_info, placed, router_of, worker_of
 
 
 class VirtualGroup:
@@ -105,7 +105,7 @@ class VirtualGroup:
             router.tenants.replace(specs, {})
 
     def submit(self, index: int, **fields: int) -> Lease:
-        lease = placed(self.routers[index].submit(ask(**fields), self.now))
+        lease = placed(self.routers[index].submit(make_info(**fields), self.now))
         self.end_turn()
         return lease
 

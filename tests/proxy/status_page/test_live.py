@@ -19,7 +19,7 @@ from proxy.status_page.recorder import LiveUpdate, UpdateRequest
 from proxy.status_page.snapshot import LiveState
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.present import present
-from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
+from tests.proxy.core.making import LONG, SHORT, make_info, router_of, spec, worker_of
 from tests.proxy.wire.site import eventually
 
 
@@ -47,7 +47,7 @@ class Site:
     def request(self, worker: str | None = "s0", **fields: Any) -> RequestRecord:
         record = RequestRecord()
         record.started = self.now
-        record.ask = ask(**fields)
+        record.info = make_info(**fields)
         self.records.append(record)
         if worker is not None:
             found = worker_of(self.metrics.router, worker)
@@ -247,7 +247,7 @@ async def test_new_viewer_gets_the_last_minute(site: Site) -> None:
 async def test_classes_equal_those_of_metrics(site: Site) -> None:
     recent, running = site.request(), site.request()
     for record in (recent, running):
-        present(record.ask).rank = Rank.BATCH
+        present(record.info).rank = Rank.BATCH
     site.end(recent)
     site.now += 1.0
     viewer = join(site.live)
@@ -258,7 +258,7 @@ async def test_classes_equal_those_of_metrics(site: Site) -> None:
 async def test_texts_of_clients_are_cut_and_cleaned(site: Site, viewer: Viewer) -> None:
     record = site.request()
     record.request = Request(RequestHead(), b"")
-    record.request.id, present(record.ask).model = b"i" * 5000, "\ud800<b>"
+    record.request.id, present(record.info).model = b"i" * 5000, "\ud800<b>"
     await site.beat()
     [row] = await read_rows(viewer)
     assert row["id"] == "i" * recorder.MAX_TEXT

@@ -23,7 +23,7 @@ from proxy.metrics.registry import Metrics
 from proxy.telemetry.log_writer import LogWriter
 from proxy.telemetry.logs import Logs, one_line
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
+from tests.proxy.core.making import LONG, SHORT, make_info, router_of, spec, worker_of
 
 FLEET = """
 model: tiny
@@ -53,7 +53,7 @@ class Site:
         request = Request(head, body)
         request.id = b"req-1"
         record.begin(10.0, request, self.metrics)
-        record.ask = ask(prompt=120)
+        record.info = make_info(prompt=120)
         return record
 
     def lines(self) -> list[str]:
@@ -99,7 +99,7 @@ def test_request_has_one_line(site: Site) -> None:
         "trace": "4bf92f3577b34da6a3ce929d0e0e4736", "route": "chat/completions",
         "reason": "handover", "worker": "s0", "prefill_worker": "l0", "status": 200,
         "outcome": "done", "model": "m", "tenant": None, "class": "short", "stream": True,
-        "body_bytes": record.ask.body_bytes if record.ask else None, "prompt_tokens": 120,
+        "body_bytes": record.info.body_bytes if record.info else None, "prompt_tokens": 120,
         "session": None, "turn": None,
         "counted": True, "sent_bytes": 700, "output_tokens": 4, "queue_ms": 500.0,
         "prefill_ms": 500.0, "transfer_ms": 250.0, "decode_ms": 750.0, "ttft_ms": 1250.0,
@@ -127,7 +127,7 @@ def test_request_refused_unread_is_logged(
     site.configure("format: json, requests: true")
     record = site.request()
     assert record.request is not None
-    head, record.ask = record.request.head, None
+    head, record.info = record.request.head, None
     head.tenant, head.batch = Tenant(TenantSpec("team-a", rank)), batch
     record.close(12.0, site.metrics, "chat/completions", 429, Reason.LIMITED)
     found = site.only_entry()

@@ -13,7 +13,7 @@ from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import CONNECTORS
 from proxy.transfer.types import PrefillResult, usage_of
 from tests.present import present
-from tests.proxy.core.making import ask
+from tests.proxy.core.making import make_info
 from tests.proxy.transfer.making import PAIR, make
 
 BODY = b'{"prompt":"a \\u00e9 \\"max_tokens\\": 9","max_tokens":7, "temperature":0.70, "x":null}'
@@ -22,7 +22,7 @@ SPLIT = sorted(route_names(lambda route: route.may_be_split))
 
 
 def prefill(route: str, body: bytes, *, has_minimum: bool = False, connector: str = "nixl") -> Any:
-    info = ask(100)
+    info = make_info(100)
     info.route, info.least_output = route, has_minimum
     return json.loads(prefill_body(make(connector), PAIR, info, body))
 
@@ -79,15 +79,17 @@ def test_thinking_budget_is_removed_from_unmarked_prefill_legs(
 
 def test_decode_leg_is_the_clients_body_with_parameters() -> None:
     nixl = make("nixl")
-    leg = decode_body(nixl, PAIR, PrefillResult(b'{"do_remote_prefill":true}'), ask(100), BODY)
+    leg = decode_body(
+        nixl, PAIR, PrefillResult(b'{"do_remote_prefill":true}'), make_info(100), BODY
+    )
     assert leg == BODY[:-1] + b',"kv_transfer_params":{"do_remote_prefill":true}}'
-    assert decode_body(nixl, PAIR, PrefillResult(), ask(100), BODY) is BODY
+    assert decode_body(nixl, PAIR, PrefillResult(), make_info(100), BODY) is BODY
 
 
 def test_client_transfer_params_are_replaced() -> None:
     """Such a request is served whole; this is a second guard."""
     body = b'{"kv_transfer_params":{"a":1},"prompt":"x","kv_transfer_params":{"b":2}}'
-    leg = decode_body(make("nixl"), PAIR, PrefillResult(b'{"c":3}'), ask(100), body)
+    leg = decode_body(make("nixl"), PAIR, PrefillResult(b'{"c":3}'), make_info(100), body)
     assert leg.count(b'{"c":3}') == 2
     assert b'"a"' not in leg
 
@@ -104,7 +106,7 @@ def test_client_transfer_params_are_replaced() -> None:
     ],
 )
 def test_decode_leg_has_the_parameters_once(body: bytes) -> None:
-    leg = decode_body(make("nixl"), PAIR, PrefillResult(b'{"c":3}'), ask(100), body)
+    leg = decode_body(make("nixl"), PAIR, PrefillResult(b'{"c":3}'), make_info(100), body)
     pairs = json.loads(leg, object_pairs_hook=list)
     assert [value for name, value in pairs if name == "kv_transfer_params"] == [[("c", 3)]]
     sent = json.loads(body)
@@ -127,7 +129,7 @@ def test_both_legs_share_an_id_if_the_connector_needs_it(
     route: str, connector: str, settings: dict[str, Any], paired: bool
 ) -> None:
     """Most routes use X-Request-Id; `responses` uses the body's id."""
-    transfer, info = make(connector, **settings), ask(100)
+    transfer, info = make(connector, **settings), make_info(100)
     info.route = route
     body = b'{"input":"x"}'
     first = json.loads(prefill_body(transfer, PAIR, info, body))
@@ -154,7 +156,7 @@ def test_both_legs_share_an_id_if_the_connector_needs_it(
 )
 def test_known_member_names_change_neither_leg(connector: str, route: str, more: str) -> None:
     body = ("{" + more + '"x":"max_tokens","messages":[{"content":"stream"}]}').encode()
-    transfer, info = make(connector), ask(100)
+    transfer, info = make(connector), make_info(100)
     info.route, info.least_output = route, "min_tokens" in more
     taken = PrefillResult(b'{"c":3}')
     without_names = (

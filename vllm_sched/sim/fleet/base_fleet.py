@@ -105,7 +105,7 @@ class BaseSimulatedFleet:
             self._queue.schedule(answer.deadline, dispatch, rank=ARRIVAL_RANK)
         else:
             flight.ticket, flight.lease = None, answer
-            flight.priority = priority_of(flight.router, answer.ask)
+            flight.priority = priority_of(flight.router, answer.info)
             flight.outcome.worker = answer.decision.route
             first = answer.prefill
             if first is None:

@@ -38,7 +38,7 @@ def request_info_of(
     """
     prompt, most = request.prompt_tokens, request.output_tokens
     tenant = router.tenants.get(request.tenant)
-    usual = router.sizer.learnt(model, ROUTE, tenant).output
+    usual = router.sizer.learned(model, ROUTE, tenant).output
     size = prompt * BYTES_PER_TOKEN
     info = RequestInfo(
         f"sim-{number}", ROUTE, model, body_bytes=size, prompt_tokens=prompt, prompt_error=0,

@@ -12,7 +12,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle.feedback import update_breaker
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, RequestInfo
-from tests.proxy.core.making import ask, fleet_of, idle, members, spec
+from tests.proxy.core.making import fleet_of, idle, make_info, members, spec
 
 
 def charge(fleet: Fleet, request: RequestInfo, now: float = 0.0, *, cached: int = 0) -> Lease:
@@ -35,7 +35,7 @@ def worker(fleet: Fleet) -> Worker:
 
 def test_cached_prompt_tokens_are_not_charged_as_prefill(fleet: Fleet, worker: Worker) -> None:
     worker.pace.missing = 0.0
-    charge(fleet, ask(1000), cached=900)
+    charge(fleet, make_info(1000), cached=900)
     assert (worker.prefill_tokens, worker.kv_tokens) == (100, 1050)
 
 
@@ -47,8 +47,8 @@ def test_a_reporting_worker_is_soon_not_expected_to_have_an_ended_prompt(
     worker.reports_prefixes = reports
     if reports:
         prefixes.follow(worker.index)
-    lease = charge(fleet, ask(1000, prefix=(1, 2)))
-    fleet.roster.expect_prefix(lease.ask, worker)
+    lease = charge(fleet, make_info(1000, prefix=(1, 2)))
+    fleet.roster.expect_prefix(lease.info, worker)
     for _ in range(2):
         prefixes.drop_ended()
     fleet.release(lease)
@@ -59,7 +59,7 @@ def test_a_reporting_worker_is_soon_not_expected_to_have_an_ended_prompt(
 
 
 def test_request_is_charged_as_prefill_until_its_first_token(fleet: Fleet, worker: Worker) -> None:
-    lease = charge(fleet, ask(1000, 50, samples=2, long=True))
+    lease = charge(fleet, make_info(1000, 50, samples=2, long=True))
     assert (worker.requests, worker.sequences) == (1, 2)
     assert (worker.prefill_tokens, worker.long_tokens, worker.decode_tokens) == (1000, 1000, 100)
     assert (worker.kv_tokens, worker.decoding) == (1100, 0)
@@ -72,10 +72,10 @@ def test_request_is_charged_as_prefill_until_its_first_token(fleet: Fleet, worke
 
 def test_requests_without_compute_do_not_change_the_pace(fleet: Fleet, worker: Worker) -> None:
     """A /tokenize is answered at once, even beside a long or hung prefill."""
-    charge(fleet, ask(20_000))
+    charge(fleet, make_info(20_000))
     known = (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at)
     for n in range(1, 4):
-        lease = charge(fleet, ask(0, None, generates=False), 0.1 * n)
+        lease = charge(fleet, make_info(0, None, generates=False), 0.1 * n)
         assert (worker.requests, worker.prefill_tokens) == (2, 20_000)
         fleet.record_first_token(lease, 0.1 * n + 0.003)
         update_breaker(fleet, lease, 0.1 * n + 0.004, Outcome.DONE, None)
@@ -93,7 +93,7 @@ def test_decode_charge_doubles_when_the_estimate_is_reached(
     fleet: Fleet, worker: Worker, limit: int | None, steps: list[int], left: int
 ) -> None:
     """Up to the output limit, so that its KV cache is not counted as free."""
-    request = ask(100, limit, samples=2)
+    request = make_info(100, limit, samples=2)
     request.expected_output = 25
     if limit is not None:
         request.output_tokens = limit // 2
@@ -112,8 +112,10 @@ def test_decode_charge_doubles_when_the_estimate_is_reached(
 def test_release_returns_every_charge_once(
     fleet: Fleet, worker: Worker, begun: bool, written: int, stream: bool, generates: bool
 ) -> None:
-    lease = charge(fleet, ask(1000, 50, samples=3, stream=stream, generates=generates, long=True))
-    other = charge(fleet, ask(7, 7))
+    lease = charge(
+        fleet, make_info(1000, 50, samples=3, stream=stream, generates=generates, long=True)
+    )
+    other = charge(fleet, make_info(7, 7))
     if begun:
         fleet.record_first_token(lease, 1.0)
     fleet.record_tokens(lease, written)
@@ -128,14 +130,14 @@ def test_release_returns_every_charge_once(
 
 
 def test_settle_moves_a_non_streaming_request_to_decode(fleet: Fleet, worker: Worker) -> None:
-    lease = charge(fleet, ask(1000, 50, stream=False))
+    lease = charge(fleet, make_info(1000, 50, stream=False))
     fleet.start_due_decodes(0.01)
     assert worker.decoding == 0
     fleet.start_due_decodes(10.0)
     assert (worker.decoding, worker.prefill_tokens) == (1, 0)
     assert worker.pace.prefills == 0  # no first token was seen
     fleet.release(lease)
-    released = charge(fleet, ask(1000, 50, stream=False), 10.0)
+    released = charge(fleet, make_info(1000, 50, stream=False), 10.0)
     fleet.release(released)
     fleet.start_due_decodes(20.0)
     assert idle(fleet.roster)
@@ -143,7 +145,7 @@ def test_settle_moves_a_non_streaming_request_to_decode(fleet: Fleet, worker: Wo
 
 def test_wait_shrinks_with_time_and_restarts_when_overdue(fleet: Fleet, worker: Worker) -> None:
     worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.1
-    lease = charge(fleet, ask(10_000))
+    lease = charge(fleet, make_info(10_000))
     waits = [worker.wait_s(now, for_long=False) for now in (0.0, 5.0, 9.9, 10.1, 60.1)]
     assert waits == pytest.approx([10.0, 5.0, 2.0, 2.0, 52.0])
     fleet.record_first_token(lease, 61.0)
@@ -155,8 +157,8 @@ def test_first_token_restarts_the_time_of_the_remaining_prefills(
 ) -> None:
     worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.0
     worker.pace.first_due = inf  # this prefill must teach nothing
-    first = charge(fleet, ask(1000))
-    charge(fleet, ask(1000), 0.5)
+    first = charge(fleet, make_info(1000))
+    charge(fleet, make_info(1000), 0.5)
     assert worker.wait_s(4.0, for_long=False) == pytest.approx(0.4 + 3.0)
     fleet.record_first_token(first, 4.0)
     assert worker.wait_s(4.0, for_long=False) == pytest.approx(1.0)
@@ -164,8 +166,8 @@ def test_first_token_restarts_the_time_of_the_remaining_prefills(
 
 def test_short_waits_behind_longs_by_the_passing_share(fleet: Fleet, worker: Worker) -> None:
     worker.pace.token_s, worker.pace.passing = 1e-3, 0.1
-    charge(fleet, ask(9000, long=True))
-    charge(fleet, ask(1000))
+    charge(fleet, make_info(9000, long=True))
+    charge(fleet, make_info(1000))
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(10.0)
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(1.9)
 
@@ -175,7 +177,7 @@ def test_move_transfers_all_charges_of_a_decode_leg() -> None:
     prefill, decode, other = members(fleet)
     legs = HandoverDecision(prefill, 0, 1000, 1.0, 0.1)
     decision = Decision(decode, Reason.HANDOVER, handover=legs)
-    lease = fleet.charge(ask(1000, 50), decision, 0.0)
+    lease = fleet.charge(make_info(1000, 50), decision, 0.0)
     fleet.move(lease, other, 1.0)  # no effect before the prefill is done
     assert lease.worker is decode
     fleet.hand_over(lease, 1.0)
@@ -195,7 +197,7 @@ def test_move_transfers_all_charges_of_a_decode_leg() -> None:
 def test_first_token_after_its_due_time_counts_no_request_twice(
     fleet: Fleet, worker: Worker, generates: bool
 ) -> None:
-    lease = charge(fleet, ask(1000, 50, samples=2, stream=False, generates=generates))
+    lease = charge(fleet, make_info(1000, 50, samples=2, stream=False, generates=generates))
     fleet.start_due_decodes(60.0)
     fleet.record_first_token(lease, 61.0)
     assert (worker.prefill_tokens, worker.decoding) == (0, 2 if generates else 0)
@@ -208,7 +210,7 @@ def test_handed_over_request_that_is_silent_decodes_once() -> None:
     prefill, decode = members(fleet)
     legs = HandoverDecision(prefill, 0, 1000, 1.0, 0.1)
     decision = Decision(decode, Reason.HANDOVER, handover=legs)
-    lease = fleet.charge(ask(1000, 50, samples=2, stream=False), decision, 0.0)
+    lease = fleet.charge(make_info(1000, 50, samples=2, stream=False), decision, 0.0)
     fleet.hand_over(lease, 1.0)
     assert decode.decoding == 0
     for event in (fleet.start_due_decodes, lambda now: fleet.record_first_token(lease, now)):

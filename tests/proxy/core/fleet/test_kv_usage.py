@@ -20,10 +20,10 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router
 from tests.proxy.core.making import (
-    ask,
     chat,
     fleet_of,
     idle,
+    make_info,
     members,
     placed,
     router_of,
@@ -69,17 +69,17 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
         router.fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
         worker = worker_of(router, name)
         for _ in range(number):
-            agent_request = ask(5500, 1500, prefix=begins[name])
+            agent_request = make_info(5500, 1500, prefix=begins[name])
             lease = router.fleet.charge(agent_request, Decision(worker, Reason.ONLY_CHOICE), 0.0)
             router.fleet.record_first_token(lease, 0.1)
         assert worker.kv_held > 0.9 * worker.kv_capacity
     router.fleet.roster.prefixes.record(begins["a"], worker_of(router, "a").index)
-    request = ask(5500, 1500, prefix=begins["a"])
+    request = make_info(5500, 1500, prefix=begins["a"])
     waits_s = {score.worker: score.wait_s for score in router.placer.explain(request, 1.0).scores}
     assert 0.0 < waits_s["a"] < waits_s["b"]
     assert placed(router.submit(request, 1.0)).worker.name == "a"
     worker_of(router, "a").kv_apart = 1.0  # the worker shares nothing
-    assert placed(router.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
+    assert placed(router.submit(make_info(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
 def test_worker_without_prefix_cache_is_charged_in_full() -> None:
@@ -111,7 +111,7 @@ def test_page_with_free_cache_makes_room_until_it_is_old() -> None:
         assert sent < 60, "requests sent since the page are charged"
     set_page(router, 2.0, 0.1, running=20)
     assert worker.kv_spare > 0
-    router.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + MAX_PAGE_AGE_S)
+    router.fleet.charge(make_info(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + MAX_PAGE_AGE_S)
     assert worker.kv_spare == 0  # the page is too old
 
 
@@ -132,7 +132,9 @@ def test_prefills_without_first_token_are_added_to_the_page() -> None:
 
 def test_worker_without_new_pages_has_room_after_finishes() -> None:
     router = make_router()
-    leases = [placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
+    leases = [
+        placed(router.submit(make_info(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)
+    ]
     for lease in leases:
         router.leases.record_first_token(lease, 0.5)
     worker = set_page(router, 1.0, 1.0, running=13, waiting=27)
@@ -141,7 +143,7 @@ def test_worker_without_new_pages_has_room_after_finishes() -> None:
         router.leases.finish(lease, 2.0, Outcome.DONE)
     assert worker.kv_held == worker.kv_tokens
     assert not worker.is_full
-    placed(router.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
+    placed(router.submit(make_info(PROMPT, OUTPUT, prefix=SHARED), 99.0))
 
 
 # Hand-overs
@@ -152,7 +154,7 @@ def handed(fleet: Fleet, now: float) -> Lease:
     first, second = members(fleet)[:2]
     halves = HandoverDecision(first, 0, PROMPT, 1.0, 0.1)
     decision = Decision(second, Reason.HANDOVER, handover=halves)
-    return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), decision, now)
+    return fleet.charge(make_info(PROMPT, OUTPUT, prefix=SHARED), decision, now)
 
 
 def test_decode_leg_shares_prefixes_from_its_first_token() -> None:

@@ -14,7 +14,7 @@ from proxy.core.router import Router
 from proxy.core.routing.candidates import IN_PANIC
 from tests.proxy.core.making import (
     BreakerRecorder,
-    ask,
+    make_info,
     notes,
     placed,
     refused,
@@ -35,7 +35,7 @@ def open_breaker(
 
 def served_by(router: Router, now: float = 0.0, requests: int = 24) -> set[str]:
     """Return the names of the workers that requests are placed on."""
-    leases = [placed(router.submit(ask(), now)) for _ in range(requests)]
+    leases = [placed(router.submit(make_info(), now)) for _ in range(requests)]
     found = {lease.worker.name for lease in leases}
     for lease in leases:
         router.leases.finish(lease, now, Outcome.CLIENT_GONE)
@@ -70,7 +70,7 @@ def test_reload_changes_the_panic_threshold() -> None:
         open_breaker(router, name)
     assert served_by(router) == {"a", "b"}
     router.reconfigure(RouterSettings(panic_threshold=0.0), specs)
-    assert refused(router.submit(ask(), 0.0)).reason is Reason.NO_WORKER
+    assert refused(router.submit(make_info(), 0.0)).reason is Reason.NO_WORKER
     router.reconfigure(RouterSettings(), specs)
     assert served_by(router) == {"a", "b"}
 
@@ -109,7 +109,7 @@ def test_success_in_panic_closes_a_breaker_and_ends_the_panic() -> None:
         open_breaker(router, f"w{number}")
     assert router.fleet.roster.ejections.panics
     now = 0.1  # before any trial is due
-    leases = [placed(router.submit(ask(), now)) for _ in range(8)]
+    leases = [placed(router.submit(make_info(), now)) for _ in range(8)]
     trial = next(lease for lease in leases if lease.worker.name == "w0")
     assert trial.trial
     router.leases.record_first_token(trial, now)
@@ -125,13 +125,13 @@ def test_failures_in_panic_do_not_lengthen_the_open_time() -> None:
     breaker = worker_of(router, "a").breaker
     open_breaker(router, "a")
     for _ in range(100):
-        lease = placed(router.submit(ask(), 0.1))
+        lease = placed(router.submit(make_info(), 0.1))
         router.leases.finish(lease, 0.1, Outcome.FAILED)
     assert breaker.until == MIN_OPEN_S
     now = 0.1
     for _ in range(5000):
         now += 0.05
-        router.leases.finish(placed(router.submit(ask(), now)), now, Outcome.FAILED)
+        router.leases.finish(placed(router.submit(make_info(), now)), now, Outcome.FAILED)
     assert breaker.until <= now + MAX_OPEN_S
     assert breaker.opened["failed"] == 1
 
@@ -156,9 +156,9 @@ def test_explain_notes_an_ignored_breaker() -> None:
     router = router_of(spec("a"), spec("b"), spec("c"))
     for name in "ab":
         open_breaker(router, name)
-    assert notes(router, ask(), 0.0) == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
+    assert notes(router, make_info(), 0.0) == {"a": IN_PANIC, "b": IN_PANIC, "c": ""}
     router.fleet.health.record_success(worker_of(router, "a"))
-    assert notes(router, ask(), 0.0)["b"] == "failed recently"
+    assert notes(router, make_info(), 0.0)["b"] == "failed recently"
 
 
 def test_worker_with_a_new_role_counts_in_its_new_pool() -> None:

@@ -7,7 +7,7 @@ from proxy.core.fleet.leases import Decision, Lease
 from proxy.core.fleet.pool import Pool
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.types import Reason, RequestInfo
-from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
+from tests.proxy.core.making import LONG, MODEL, SHORT, fleet_of, make_info, members, spec
 
 
 def open_names(
@@ -18,14 +18,14 @@ def open_names(
 
 
 def charge(fleet: Fleet, worker: Worker, request: RequestInfo | None = None) -> Lease:
-    return fleet.charge(request or ask(), Decision(worker, Reason.LEAST_LOADED), 0.0)
+    return fleet.charge(request or make_info(), Decision(worker, Reason.LEAST_LOADED), 0.0)
 
 
 def test_uncertain_size_goes_to_the_longest_workers() -> None:
     fleet = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000), spec("c", LONG, 4000))
     pool = fleet.roster.pool(MODEL)
-    assert open_names(pool, ask(4100, 50, error=500)) == ["b", "c"]
-    assert open_names(pool, ask(4100, 50, error=100)) == []
+    assert open_names(pool, make_info(4100, 50, error=500)) == ["b", "c"]
+    assert open_names(pool, make_info(4100, 50, error=100)) == []
 
 
 def test_models_of_the_same_workers_share_a_pool() -> None:
@@ -33,7 +33,7 @@ def test_models_of_the_same_workers_share_a_pool() -> None:
     for name in "ab":
         fleet.roster.set_served(name, [MODEL, "adapter"])
     assert fleet.roster.pool("adapter") is fleet.roster.pool(MODEL)
-    assert open_names(fleet.roster.pool("nothing"), ask()) == []
+    assert open_names(fleet.roster.pool("nothing"), make_info()) == []
 
 
 def test_new_pool_of_another_model_keeps_the_ranking() -> None:
@@ -43,7 +43,7 @@ def test_new_pool_of_another_model_keeps_the_ranking() -> None:
     fleet.roster.rank_by(lambda worker: worker.pace.token_s)
     ranked = fleet.roster.pool(MODEL).groups[0].ranked
     for number, worker in enumerate(members(fleet)):
-        worker.pace.token_s = 9.0 + number  # learnt when a request ends: no new ranking
+        worker.pace.token_s = 9.0 + number  # learned when a request ends: no new ranking
     fleet.roster.pool("adapter")
     for worker in members(fleet):
         worker.pace.token_s /= 100.0

@@ -9,7 +9,7 @@ from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.model.types import Outcome
-from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, worker_of
+from tests.proxy.core.making import idle, make_info, members, placed, router_of, spec, worker_of
 
 
 class Peers:
@@ -39,7 +39,7 @@ def test_removed_worker_takes_no_remote_charges() -> None:
     """Otherwise the next worker at that address would keep the charge forever."""
     router = router_of(spec("a", most=2))
     worker = worker_of(router, "a")
-    lease = placed(router.submit(ask(), 1.0))
+    lease = placed(router.submit(make_info(), 1.0))
     router.fleet.health.apply_remote_load(worker, WorkerLoad(requests=1), 0.0, 1.0)
     router.fleet.roster.remove("a")
     router.fleet.health.apply_remote_load(worker, WorkerLoad(requests=1), 0.0, 1.1)
@@ -51,7 +51,7 @@ def test_removed_worker_takes_no_remote_charges() -> None:
 def test_remote_charges_do_not_change_own_charges() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
-    lease = placed(router.submit(ask(700, 30), 1.0))
+    lease = placed(router.submit(make_info(700, 30), 1.0))
     before = own(worker)
     remote = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77, 8)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
     assert not local_worker.breaker.closed
     assert local_worker in local.fleet.roster.ejections.resting
     assert not local_worker.accepts(5.1)
-    lease = placed(local.submit(ask(), 6.0))  # the trial
+    lease = placed(local.submit(make_info(), 6.0))  # the trial
     assert lease.trial
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
     assert not remote_worker.accepts(6.0)  # no second trial from the other process
@@ -102,7 +102,7 @@ def test_peers_are_read_before_decisions_and_notified_of_changes() -> None:
     router = router_of(spec("a", most=2), spec("b", most=2))
     first, second = members(router.fleet)
     peers = router.fleet.roster.others = Peers(router.fleet, fills=first)
-    lease = placed(router.submit(ask(), 1.0))
+    lease = placed(router.submit(make_info(), 1.0))
     assert (peers.look_times, peers.fills, lease.worker) == ([1.0], None, second)
     for event in (
         lambda: router.leases.record_first_token(lease, 2.0),

@@ -24,9 +24,9 @@ from tests.present import present
 from tests.proxy.core.making import (
     MODEL,
     BreakerRecorder,
-    ask,
     fleet_of,
     idle,
+    make_info,
     members,
     placed,
     router_of,
@@ -221,7 +221,7 @@ def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     worker.pace.token_s, worker.pace.passing = 0.001, 0.5
-    lease = fleet.charge(ask(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
+    lease = fleet.charge(make_info(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     fleet.health.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
     assert worker.foreign_tokens == 0  # one page may be late
@@ -230,9 +230,9 @@ def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # half of the longs
     first_s = worker.pace.first_token_s(100)
-    assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(own + 6.0 + first_s)
+    assert worker.ttft_s(make_info(100), 0.0, 0) == pytest.approx(own + 6.0 + first_s)
     fleet.release(lease)
-    later = fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
+    later = fleet.charge(make_info(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
     assert (later.ahead_tokens, later.behind_long) == pytest.approx((4000, 4000))
     fleet.release(later)
     fleet.health.set_gauges("a", backlog(3.0, 0, 0.0))
@@ -243,7 +243,7 @@ def test_page_values_expire_without_new_pages() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
     prices = worker.prompt_price, worker.output_price
-    fleet.charge(ask(samples=2), Decision(worker, Reason.ONLY_CHOICE), 0.0)
+    fleet.charge(make_info(samples=2), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     for second in (1.0, 2.0):
         fleet.health.set_gauges(
@@ -286,7 +286,7 @@ def test_new_worker_starts_with_the_pace_of_its_peers() -> None:
 def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
     worker = present(fleet.roster.get(name))
     decision = Decision(worker, Reason.ONLY_CHOICE)
-    return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
+    return [fleet.charge(make_info(), decision, 0.0) for _ in range(count)]
 
 
 def test_worker_added_again_keeps_running_requests() -> None:
@@ -307,15 +307,15 @@ def test_renamed_worker_inherits_charges() -> None:
     router = router_of(spec("a"), spec("x"))
     fleet = router.fleet
     before = worker_of(router, "a")
-    lease = fleet.charge(ask(4000, 300, samples=2), Decision(before, Reason.ONLY_CHOICE), 0.0)
-    fleet.charge(ask(2000), Decision(worker_of(router, "x"), Reason.ONLY_CHOICE), 0.0)
+    lease = fleet.charge(make_info(4000, 300, samples=2), Decision(before, Reason.ONLY_CHOICE), 0.0)
+    fleet.charge(make_info(2000), Decision(worker_of(router, "x"), Reason.ONLY_CHOICE), 0.0)
     for name in "bc":
         fleet.roster.replace([replace(spec("a"), name=name), spec("x")])
         fleet.health.probe_ok(name, 0.0)
     successor, other = worker_of(router, "c"), worker_of(router, "x")
     assert own(successor) == own(before)
     assert successor.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
-    assert placed(router.submit(ask(2000), 0.1)).worker is other  # with half the work
+    assert placed(router.submit(make_info(2000), 0.1)).worker is other  # with half the work
     fleet.record_first_token(lease, 0.4)
     assert successor.wait_s(0.4, for_long=False) == 0.0
     assert successor.decoding == 2
@@ -332,7 +332,7 @@ def test_renamed_worker_inherits_first_tokens() -> None:
     """Otherwise it would seem to hang until its own first token."""
     router = router_of(spec("a"))
     before = worker_of(router, "a")
-    first, second = (placed(router.submit(ask(5000), 0.0)) for _ in range(2))
+    first, second = (placed(router.submit(make_info(5000), 0.0)) for _ in range(2))
     router.fleet.roster.replace([replace(spec("a"), name="b")])
     successor = worker_of(router, "b")
     overdue = before.due_at + 5.0
@@ -347,7 +347,7 @@ def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
     fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
     prefill, decode = members(fleet)
     made = Decision(decode, Reason.HANDOVER, handover=HandoverDecision(prefill, 0, 100, 0.1, 0.1))
-    lease = fleet.charge(ask(), made, 0.0)
+    lease = fleet.charge(make_info(), made, 0.0)
     fleet.hand_over(lease, 0.1)
     fleet.roster.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
     successor = present(fleet.roster.get("q"))

@@ -14,7 +14,16 @@ from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
-from tests.proxy.core.making import ask, notes, placed, pop_one, router_of, spec, waits, worker_of
+from tests.proxy.core.making import (
+    make_info,
+    notes,
+    placed,
+    pop_one,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
 
 P, D = Role.PREFILL, Role.DECODE
 RULES = ["adaptive", "length", "least_loaded", "round_robin"]
@@ -45,7 +54,7 @@ def set_page(
 
 def decoding_handovers(router: Router, count: int, info: RequestInfo | None = None) -> list[Lease]:
     """Hand requests over until they decode."""
-    leases = [placed(router.submit(info or ask(LONG), 0.0)) for _ in range(count)]
+    leases = [placed(router.submit(info or make_info(LONG), 0.0)) for _ in range(count)]
     for lease in leases:
         router.leases.end_prefill(lease, 0.0, None)
         router.leases.record_first_token(lease, 0.0)
@@ -77,7 +86,7 @@ def test_no_prefill_without_a_decode_slot(rule: str, foreign_requests: int) -> N
     leases = decoding_handovers(router, 4)
     for second in (1.0, 2.0, 3.0):
         set_page(router, second, 4, foreign_requests or 1)
-    ticket = waits(router.submit(ask(LONG), 3.0))
+    ticket = waits(router.submit(make_info(LONG), 3.0))
     assert worker_of(router, "p0").requests == 0
     assert router.pop_due(3.0) == []
     for lease in leases:
@@ -93,7 +102,7 @@ def test_explain_notes_a_missing_slot() -> None:
     decoding_handovers(router, 4)
     for second in (1.0, 2.0):
         set_page(router, second, 2, 2)
-    found = notes(router, ask(LONG), 2.0)
+    found = notes(router, make_info(LONG), 2.0)
     assert found == {"p0": "prefills only", "d0": "no room yet for a hand-over"}
 
 
@@ -103,8 +112,8 @@ def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     router = make_router(policy=rule)
     decoding_handovers(router, 1)
     assert set_page(router, 1.0, 1, usage=0.8, cache=SMALL_CACHE).kv_more == 80_000 - LONG - 50
-    assert placed(router.submit(ask(1000), 1.0)).prefill is not None  # it fits
-    ticket = waits(router.submit(ask(20_000), 1.0))
+    assert placed(router.submit(make_info(1000), 1.0)).prefill is not None  # it fits
+    ticket = waits(router.submit(make_info(20_000), 1.0))
     assert worker_of(router, "p0").requests == 1
     assert router.pop_due(1.5) == []
     set_page(router, 2.0, 1, 1, usage=0.8, cache=SMALL_CACHE)
@@ -122,12 +131,12 @@ def test_another_decode_worker_is_used_if_one_is_full(rule: str) -> None:
         if lease.worker.name == "d0":
             router.leases.finish(lease, 1.0, Outcome.DONE)
     first, second = worker_of(router, "d0"), worker_of(router, "d1")
-    router.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
+    router.fleet.charge(make_info(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
     set_page(router, 1.0, 3, name="d1")
     set_page(router, 1.0, 1, usage=0.9, cache=SMALL_CACHE)
     assert (first.requests, second.requests) == (1, 3)
     for _ in range(3):
-        assert placed(router.submit(ask(LONG), 1.0)).decision.route == "p0>d1"
+        assert placed(router.submit(make_info(LONG), 1.0)).decision.route == "p0>d1"
 
 
 # Slots stated in the fleet file
@@ -144,8 +153,8 @@ def router_with_slots(most: int, **settings: Any) -> Router:
 def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
     """From the start, without any page."""
     router = router_with_slots(4, policy=rule)
-    leases = [placed(router.submit(ask(LONG), 0.0)) for _ in range(4)]
-    ticket = waits(router.submit(ask(LONG), 0.0))
+    leases = [placed(router.submit(make_info(LONG), 0.0)) for _ in range(4)]
+    ticket = waits(router.submit(make_info(LONG), 0.0))
     router.leases.finish(leases[0], 1.0, Outcome.DONE)
     ended, lease = pop_one(router, 1.0)
     assert ended is ticket
@@ -157,7 +166,7 @@ def test_handovers_do_not_exceed_stated_slots(rule: str) -> None:
 
 def test_each_handover_in_transit_needs_a_slot() -> None:
     router = router_with_slots(4)
-    decoding_handovers(router, 4, ask(LONG, 200))
+    decoding_handovers(router, 4, make_info(LONG, 200))
     worker = worker_of(router, "d0")
     one_s = slots.wait_s(worker, 0.0)
     assert one_s == pytest.approx(200 * worker.pace.step_s(4) / 4)
@@ -169,20 +178,20 @@ def test_each_handover_in_transit_needs_a_slot() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_answer_past_its_estimate_keeps_its_slot_as_long_again(rule: str) -> None:
     router = router_with_slots(4, policy=rule)
-    for lease in decoding_handovers(router, 4, ask(1500, None)):
-        router.leases.record_tokens(lease, lease.ask.expected_output)
+    for lease in decoding_handovers(router, 4, make_info(1500, None)):
+        router.leases.record_tokens(lease, lease.info.expected_output)
     worker_of(router, "p0").pace.token_s = 1e-4
     assert slots.wait_s(worker_of(router, "d0"), 0.0) > 0.2
-    waits(router.submit(ask(1500, None), 0.0))
+    waits(router.submit(make_info(1500, None), 0.0))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_long_slot_wait_ends_in_one_handover_at_a_time(rule: str) -> None:
     """Whole, it would wait for the same slot; so it is handed over, one at a time."""
     router = router_with_slots(4, policy=rule, queue_wait_s=30.0)
-    decoding_handovers(router, 4, ask(LONG, 100_000))
+    decoding_handovers(router, 4, make_info(LONG, 100_000))
     worker_of(router, "p0").pace.token_s = 1e-4
-    first, second = (waits(router.submit(ask(LONG), 0.0)) for _ in range(2))
+    first, second = (waits(router.submit(make_info(LONG), 0.0)) for _ in range(2))
     assert router.pop_due(14.9) == []
     ended, lease = pop_one(router, 15.1)
     assert (ended, placed(lease).decision.route) == (first, "p0>d0")
@@ -196,20 +205,20 @@ def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     decoding_handovers(router, 4)
     before = router.placer.transfer_times("m").all.seen
     pace = worker_of(router, "d0").pace
-    short = placed(router.submit(ask(1), 0.0))
+    short = placed(router.submit(make_info(1), 0.0))
     assert short.prefill is None
-    long = placed(router.submit(ask(LONG), 0.0))
+    long = placed(router.submit(make_info(LONG), 0.0))
     router.leases.end_prefill(long, 1.0, None)
     set_page(router, 1.0, 4, 1)
-    learnt = pace.token_s, pace.fixed_s
+    learned = pace.token_s, pace.fixed_s
     router.leases.record_first_token(short, 9.0)
     router.leases.record_first_token(long, 9.0)
-    assert (pace.token_s, pace.fixed_s) == learnt
+    assert (pace.token_s, pace.fixed_s) == learned
     assert router.placer.transfer_times("m").all.seen == before
     set_page(router, 10.0, 4)
-    short = placed(router.submit(ask(1), 10.0))
+    short = placed(router.submit(make_info(1), 10.0))
     router.leases.record_first_token(short, 10.5)
-    assert (pace.token_s, pace.fixed_s) != learnt
+    assert (pace.token_s, pace.fixed_s) != learned
 
 
 # The reported share
@@ -218,7 +227,7 @@ def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
 def test_share_of_taken_slots_counts_present_requests() -> None:
     router = router_with_slots(4)
     worker = worker_of(router, "d0")
-    [lease, _] = [placed(router.submit(ask(LONG), 0.0)) for _ in range(2)]
+    [lease, _] = [placed(router.submit(make_info(LONG), 0.0)) for _ in range(2)]
     assert slots.share_taken(worker, 0.0) == 0
     set_page(router, 0.0, 0, usage=0.99)  # a cache may be full of unused blocks
     assert slots.share_taken(worker, 0.0) == 0

@@ -1,4 +1,4 @@
-"""The learnt latency model of a worker."""
+"""The learned latency model of a worker."""
 
 from __future__ import annotations
 

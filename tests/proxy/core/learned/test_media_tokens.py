@@ -1,4 +1,4 @@
-"""Tokens per image, audio clip and video, learnt from `usage`."""
+"""Tokens per image, audio clip and video, learned from `usage`."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def test_long_text_teaches_little_about_one_image() -> None:
     sizer = Sizer()
     body = chat([{"type": "text", "text": "x" * 400_000}, IMAGE_PART])
     teach(sizer, body, 90_000)
-    assert sizer.learnt("m", "chat/completions").media.tokens[0] > IMAGE_TOKENS / 4
+    assert sizer.learned("m", "chat/completions").media.tokens[0] > IMAGE_TOKENS / 4
 
 
 def test_media_of_every_request_shape_is_learnt() -> None:
     sizer = Sizer()
     teach(sizer, {"images": ["data:,"] * 10}, 500, 3)
-    ask = size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings")
-    assert ask.prompt_tokens == 10 * IMAGE_TOKENS, "nothing is learnt for this route yet"
+    info = size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings")
+    assert info.prompt_tokens == 10 * IMAGE_TOKENS, "nothing is learned for this route yet"
     for _ in range(3):
         sizer.learn(size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings"), Usage(500))
-    ask = size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings")
-    assert (ask.prompt_tokens, ask.largest_prompt) == (500, 50)
+    info = size(sizer, {"images": ["data:,"] * 10}, "/v1/embeddings")
+    assert (info.prompt_tokens, info.largest_prompt) == (500, 50)
     chats = {"messages": [chat([IMAGE_PART])["messages"]] * 4}
     batch = "/v1/chat/completions/batch"
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_media_of_every_request_shape_is_learnt() -> None:
 def test_cut_or_guessed_prompts_teach_no_media_size(body: dict[str, Any]) -> None:
     sizer = Sizer()
     teach(sizer, body, 50)
-    assert sizer.learnt("m", "chat/completions").media.tokens == FIRST_SIZES
+    assert sizer.learned("m", "chat/completions").media.tokens == FIRST_SIZES
 
 
 def test_copy_keeps_sizes_and_resets_observation_counts() -> None:

@@ -1,4 +1,4 @@
-"""Rates learnt per tenant, and the common prior of all tenants."""
+"""Rates learned per tenant, and the common prior of all tenants."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_token_limit_is_independent_of_other_tenants_rates() -> None:
     for _ in range(55):
         serve(router, size(router.sizer, usual, max_tokens=1), usage=Usage(1000, 1))
     asks = [size(router.sizer, usual, "m", max_tokens=1) for _ in range(20)]
-    answers = [router.submit(ask, 0.0) for ask in asks]
+    answers = [router.submit(info, 0.0) for info in asks]
     assert refused(answers[-1]).status == 429
 
 
@@ -79,8 +79,8 @@ def test_first_answers_of_a_tenant_all_teach() -> None:
         lease = placed(router.submit(request, now))
         router.leases.record_first_token(lease, now)
         router.leases.finish(lease, now + 0.0005, Outcome.DONE, Usage(TEXT // 2, 50))
-    assert small.learnt["m", CHAT].seen >= MIN_SAMPLES_LEARNED
-    assert flood.learnt["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "many answers are sampled"
+    assert small.learned["m", CHAT].seen >= MIN_SAMPLES_LEARNED
+    assert flood.learned["m", CHAT].seen < 20 * MIN_SAMPLES_LEARNED, "many answers are sampled"
 
 
 def test_learnt_rates_are_bounded_per_tenant() -> None:
@@ -89,9 +89,9 @@ def test_learnt_rates_are_bounded_per_tenant() -> None:
     for number in range(3 * MAX_RATES_PER_TENANT):
         for model in (f"m{number}", "often"):
             sizer.learn(size(sizer, many, model), Usage(2000, 50))
-    assert len(many.learnt) == MAX_RATES_PER_TENANT
-    assert ("often", CHAT) in many.learnt
-    assert few.learnt["m", CHAT].seen == 60
+    assert len(many.learned) == MAX_RATES_PER_TENANT
+    assert ("often", CHAT) in many.learned
+    assert few.learned["m", CHAT].seen == 60
     for number in range(3 * MAX_PRIOR_TENANTS):
         teach(sizer, tenant(f"t{number}"), 2.0, 1)
     assert len(sizer.prior("m", CHAT)._tenants) == MAX_PRIOR_TENANTS

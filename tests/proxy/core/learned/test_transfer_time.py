@@ -1,4 +1,4 @@
-"""The learnt duration of transfers."""
+"""The learned duration of transfers."""
 
 from __future__ import annotations
 

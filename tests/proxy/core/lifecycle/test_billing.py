@@ -14,10 +14,10 @@ from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.tenants.tenants import Rank, Tenant
 from tests.present import present
 from tests.proxy.core.making import (
-    ask,
-    ask_of,
     chat,
     idle,
+    info_of,
+    make_info,
     placed,
     pop_one,
     refused,
@@ -38,8 +38,8 @@ def tokens_left(owner: Tenant) -> int:
 
 def test_rate_limit_refusal_has_openai_text_and_headers() -> None:
     router, owner = router_of(spec("w")), tenant(requests_per_minute=1, tokens_per_minute=1000)
-    placed(router.submit(ask_of(owner), 0.0))
-    refusal = refused(router.submit(ask_of(owner), 0.0))
+    placed(router.submit(info_of(owner), 0.0))
+    refusal = refused(router.submit(info_of(owner), 0.0))
     assert (refusal.status, refusal.reason) == (429, Reason.LIMITED)
     assert refusal.code == "rate_limit_exceeded"
     assert refusal.retry_after_s == pytest.approx(60)
@@ -57,13 +57,13 @@ def test_rate_limit_refusal_has_openai_text_and_headers() -> None:
 
 def test_prompt_above_the_tenants_limit_is_refused() -> None:
     router, owner = router_of(spec("w")), tenant(max_prompt_tokens=100)
-    refusal = refused(router.submit(ask_of(owner, 101), 0.0))
+    refusal = refused(router.submit(info_of(owner, 101), 0.0))
     assert (refusal.status, refusal.code, refusal.param) == (
         400, "context_length_exceeded", "messages",
     )  # fmt: skip
     assert refusal.retry_after_s is None
-    placed(router.submit(ask_of(owner, 110, error=10), 0.0))  # it may be 100 within the error
-    placed(router.submit(ask_of(owner, 100), 0.0))
+    placed(router.submit(info_of(owner, 110, error=10), 0.0))  # it may be 100 within the error
+    placed(router.submit(info_of(owner, 100), 0.0))
 
 
 @pytest.mark.parametrize("tokens", [0, 9000])
@@ -112,7 +112,7 @@ def test_finish_charges_the_tokens_delivered(
     outcome: Outcome, seen: int, usage: Usage | None, used: int
 ) -> None:
     router, owner = router_of(spec("w")), tenant(tokens_per_minute=1000)
-    lease = placed(router.submit(ask_of(owner), 0.0))
+    lease = placed(router.submit(info_of(owner), 0.0))
     assert tokens_left(owner) == 850
     assert owner.virtual == 200
     if seen:
@@ -149,7 +149,7 @@ def test_unfinished_whole_answer_charges_tokens_written(
     router, owner = router_of(spec("w", limit=1000)), tenant(tokens_per_minute=10_000)
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s = 0.02, 0.0
-    request = ask_of(owner, 100, output, samples=samples, stream=False)
+    request = info_of(owner, 100, output, samples=samples, stream=False)
     lease = placed(router.submit(request, 0.0))
     router.leases.finish(lease, pace.first_token_s(100) + after_s, outcome)
     assert owner.totals.output_tokens == written
@@ -178,7 +178,7 @@ def charged(
     router, owner = router_of(spec("w", limit=2000)), tenant()
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s = 0.02, 0.0
-    request = ask_of(owner, 100, output, samples=samples)
+    request = info_of(owner, 100, output, samples=samples)
     request.route = path
     lease = placed(router.submit(request, 0.0))
     first = pace.first_token_s(100)
@@ -236,7 +236,7 @@ def test_time_in_which_a_worker_hangs_is_not_charged(
     router, owner = router_of(spec("w")), tenant()
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
-    lease = placed(router.submit(ask_of(owner, 100, 5000, stream=stream), 0.0))
+    lease = placed(router.submit(info_of(owner, 100, 5000, stream=stream), 0.0))
     if stream:
         router.leases.record_first_token(lease, 0.5)
         router.leases.record_tokens(lease, 1)
@@ -251,7 +251,7 @@ def test_client_gone_in_a_handover_pays_for_the_decode_only() -> None:
     written = []
     for prefilled in (False, True):
         owner = tenant()
-        lease = placed(router.submit(ask_of(owner, 5000, 500, stream=False), 0.0))
+        lease = placed(router.submit(info_of(owner, 5000, 500, stream=False), 0.0))
         if prefilled:
             router.leases.end_prefill(lease, 60.0, None)
         decode_s = 100.5 * lease.worker.pace.step_s(1)
@@ -263,7 +263,7 @@ def test_client_gone_in_a_handover_pays_for_the_decode_only() -> None:
 
 def test_tokens_above_the_estimate_are_charged_as_they_pass() -> None:
     router, owner = router_of(spec("w")), tenant()
-    lease = placed(router.submit(ask_of(owner, 100, 10), 0.0))
+    lease = placed(router.submit(info_of(owner, 100, 10), 0.0))
     assert owner.virtual == 120
     router.leases.record_first_token(lease, 0.0)
     seen = []
@@ -282,9 +282,9 @@ def test_expected_cached_tokens_are_charged_at_their_weight(
 ) -> None:
     router = router_of(spec("w"), fairness=FairnessSettings(cached_weight=weight))
     owner, prefix = tenant(), tuple(range(8))
-    serve(router, ask_of(owner, 1024, 0, prefix=prefix))
+    serve(router, info_of(owner, 1024, 0, prefix=prefix))
     before = owner.virtual
-    lease = placed(router.submit(ask_of(owner, 1024, 0, prefix=prefix), 1.0))
+    lease = placed(router.submit(info_of(owner, 1024, 0, prefix=prefix), 1.0))
     cached = lease.decision.cached_tokens
     assert cached > 0
     free = (1 - weight) * cached
@@ -308,7 +308,7 @@ def test_a_continued_stream_is_charged_once(
 ) -> None:
     router = router_of(spec("a"), spec("b"), retry_budget=1.0)
     owner = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
-    request = ask_of(owner)
+    request = info_of(owner)
     lease = placed(router.submit(request, 0.0))
     router.leases.record_first_token(lease, 0.0)
     router.leases.record_tokens(lease, 30)
@@ -319,7 +319,7 @@ def test_a_continued_stream_is_charged_once(
     assert again.worker is not lease.worker
     assert owner.ledger.running == 1
     assert tokens_left(owner) == 1000 - 150  # as before
-    refused(router.submit(ask_of(owner), 0.0))  # concurrency
+    refused(router.submit(info_of(owner), 0.0))  # concurrency
     router.leases.record_first_token(again, 0.0)
     router.leases.record_tokens(again, 20)
     router.leases.finish(again, 0.0, last, usage)
@@ -330,13 +330,13 @@ def test_a_continued_stream_is_charged_once(
 
 def test_waiting_request_holds_and_releases_a_concurrency_slot() -> None:
     router, owner = router_of(spec("w", most=1)), tenant(concurrency=2, tokens_per_minute=1000)
-    lease = placed(router.submit(ask_of(owner), 0.0))
-    ticket = waits(router.submit(ask_of(owner), 0.0))
-    assert refused(router.submit(ask_of(owner), 0.0)).reason is Reason.LIMITED
+    lease = placed(router.submit(info_of(owner), 0.0))
+    ticket = waits(router.submit(info_of(owner), 0.0))
+    assert refused(router.submit(info_of(owner), 0.0)).reason is Reason.LIMITED
     router.withdraw(ticket, 0.0)
     router.withdraw(ticket, 0.0)
     assert owner.ledger.running == 1
-    waits(router.submit(ask_of(owner), 0.0))
+    waits(router.submit(info_of(owner), 0.0))
     _, end = pop_one(router, 31.0)
     assert refused(end).reason is Reason.WAITED_TOO_LONG
     assert owner.ledger.running == 1
@@ -348,9 +348,9 @@ def test_waiting_request_holds_and_releases_a_concurrency_slot() -> None:
 def test_refused_request_is_charged_nothing() -> None:
     router = router_of(spec("w", limit=500, most=1), queue_requests=0)
     owner = tenant(tokens_per_minute=1000)
-    refused(router.submit(ask_of(owner, 600), 0.0))
-    placed(router.submit(ask_of(tenant("other")), 0.0))
-    assert refused(router.submit(ask_of(owner), 0.0)).reason is Reason.QUEUE_FULL
+    refused(router.submit(info_of(owner, 600), 0.0))
+    placed(router.submit(info_of(tenant("other")), 0.0))
+    assert refused(router.submit(info_of(owner), 0.0)).reason is Reason.QUEUE_FULL
     assert (tokens_left(owner), owner.ledger.running, owner.virtual) == (1000, 0, 0)
 
 
@@ -358,14 +358,14 @@ def test_refused_request_is_charged_nothing() -> None:
 
 
 def batch(prompt: int = 100, **fields: Any) -> RequestInfo:
-    return ask_of(tenant("batch", Rank.BATCH), prompt, **fields)
+    return info_of(tenant("batch", Rank.BATCH), prompt, **fields)
 
 
 def test_batch_waits_until_an_eighth_of_slots_is_free() -> None:
     router = router_of(spec("w", most=8))
-    held = [placed(router.submit(ask_of(tenant()), 0.0)) for _ in range(7)]
+    held = [placed(router.submit(info_of(tenant()), 0.0)) for _ in range(7)]
     ticket = waits(router.submit(batch(), 0.0))
-    last = placed(router.submit(ask_of(tenant()), 0.0))
+    last = placed(router.submit(info_of(tenant()), 0.0))
     assert router.pop_due(0.0) == []
     router.leases.finish(last, 0.0, Outcome.DONE)
     assert router.pop_due(0.0) == [], "an eighth is left free"
@@ -381,9 +381,9 @@ def test_batch_waits_until_an_eighth_of_slots_is_free() -> None:
 def test_batch_leaves_room_in_the_kv_cache() -> None:
     router = router_of(spec("w"))
     worker_of(router, "w").kv_capacity = 1000
-    placed(router.submit(ask_of(tenant(), 400, 50), 0.0))
+    placed(router.submit(info_of(tenant(), 400, 50), 0.0))
     waits(router.submit(batch(400), 0.0))
-    placed(router.submit(ask_of(tenant(), 400, 50), 0.0))
+    placed(router.submit(info_of(tenant(), 400, 50), 0.0))
 
 
 SIDES = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
@@ -393,7 +393,7 @@ FULL = (spec("p", Role.PREFILL, most=1), spec("d", Role.DECODE))
 @pytest.mark.parametrize("above", [1, 1000])
 def test_short_batch_runs_without_a_prefill_worker(above: int) -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=above)
-    first = placed(router.submit(ask_of(tenant(), 500_000), 0.0))
+    first = placed(router.submit(info_of(tenant(), 500_000), 0.0))
     assert first.prefill is not None
     lease = placed(router.submit(batch(20), 0.0))
     assert (lease.worker.name, lease.prefill) == ("d", None)
@@ -401,10 +401,10 @@ def test_short_batch_runs_without_a_prefill_worker(above: int) -> None:
 
 def test_long_batch_waits_for_a_slot_on_a_prefill_worker() -> None:
     router = router_of(*FULL, transfer=True, disaggregate_above=1000)
-    first = placed(router.submit(ask_of(tenant(), 50_000), 0.0))
+    first = placed(router.submit(info_of(tenant(), 50_000), 0.0))
     for _ in range(4):
         router.leases.record_first_token(
-            placed(router.submit(ask_of(tenant(), 10, 1000), 0.0)), 0.0
+            placed(router.submit(info_of(tenant(), 10, 1000), 0.0)), 0.0
         )
     waits(router.submit(batch(12_000), 0.0))
     router.leases.end_prefill(first, 5.0, None)
@@ -414,13 +414,13 @@ def test_long_batch_waits_for_a_slot_on_a_prefill_worker() -> None:
 def test_long_batch_is_served_whole_without_prefill_workers() -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=1000)
     router.fleet.roster.drain("p")
-    router.leases.record_first_token(placed(router.submit(ask_of(tenant(), 10, 1000), 0.0)), 0.0)
+    router.leases.record_first_token(placed(router.submit(info_of(tenant(), 10, 1000), 0.0)), 0.0)
     assert placed(router.submit(batch(12_000), 0.0)).worker.name == "d"
 
 
 def test_batch_waits_for_an_idle_prefill_worker() -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=1)
-    first = placed(router.submit(ask_of(tenant(), 500_000), 0.0))
+    first = placed(router.submit(info_of(tenant(), 500_000), 0.0))
     assert first.prefill is not None
     ticket = waits(router.submit(batch(5000), 0.0))
     router.leases.end_prefill(first, 30.0, None)
@@ -433,11 +433,11 @@ def test_batch_waits_for_an_idle_prefill_worker() -> None:
 @pytest.mark.parametrize(("error", "about"), [(0, ""), (20, "about ")])
 def test_refusal_marks_an_estimated_size_with_about(error: int, about: str) -> None:
     router, owner = router_of(spec("w", limit=1000)), tenant(max_prompt_tokens=100)
-    request = ask(2000, None, error=error)
+    request = make_info(2000, None, error=error)
     refusal = refused(router.submit(request, 0.0))
     assert f"requested {about}2000 tokens ({about}2000 in the prompt, 0 for" in refusal.message
     assert refusal.param == "messages"
     request.route = "completions"
     assert refused(router.submit(request, 0.0)).param == "prompt"
-    own = refused(router.submit(ask_of(owner, 500, error=error), 0.0))
+    own = refused(router.submit(info_of(owner, 500, error=error), 0.0))
     assert f"this prompt has {about}500" in own.message

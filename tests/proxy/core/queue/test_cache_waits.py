@@ -20,7 +20,7 @@ from proxy.core.routing.adaptive import MAX_CACHE_WAIT
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
 from tests.proxy.core import making
-from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
+from tests.proxy.core.making import make_info, placed, refused, router_of, spec, waits, worker_of
 
 TOKEN_S, STEP_S = 1e-4, 0.02
 PROMPT, OUTPUT = 100_000, 50
@@ -41,7 +41,7 @@ def make_router(names: Iterable[str] = "ab", most: int | None = 1, **settings: o
 
 
 def turn(output: int = OUTPUT, deadline: float = inf) -> RequestInfo:
-    info = ask(PROMPT, output, long=True, prefix=BLOCKS)
+    info = make_info(PROMPT, output, long=True, prefix=BLOCKS)
     info.session, info.deadline = 5, deadline
     return info
 
@@ -65,7 +65,7 @@ def occupy(
     for other in router.fleet.roster:
         other.draining = other.name != name
     router.fleet.roster.live_changed()
-    lease = placed(router.submit(ask(prompt, output), now))
+    lease = placed(router.submit(make_info(prompt, output), now))
     router.leases.record_first_token(lease, now)
     for other in router.fleet.roster:
         other.draining = False
@@ -98,7 +98,7 @@ class Scene:
 def test_turn_waits_for_the_worker_with_its_cache() -> None:
     scene = Scene()
     ticket = scene.wait()
-    assert scene.router.placer.decisions[ticket.ask.model, Reason.AWAITS_CACHE] == 1
+    assert scene.router.placer.decisions[ticket.info.model, Reason.AWAITS_CACHE] == 1
     assert scene.router.pop_due(11.5) == []
     scene.end(scene.running, 12.0)
     lease = scene.settled(12.0)
@@ -109,24 +109,24 @@ def test_turn_waits_for_the_worker_with_its_cache() -> None:
 
 def test_other_requests_pass_it() -> None:
     scene = Scene("abc")
-    ticket, batch = scene.wait(), ask(10)
+    ticket, batch = scene.wait(), make_info(10)
     batch.rank = Rank.BATCH
-    assert not scene.router.queue.has_waiting_for(ticket.ask.model)
-    assert not scene.router.queue.any_ahead_of(ask(10))
-    for info in (ask(300_000, long=True), batch):
+    assert not scene.router.queue.has_waiting_for(ticket.info.model)
+    assert not scene.router.queue.any_ahead_of(make_info(10))
+    for info in (make_info(300_000, long=True), batch):
         assert placed(scene.router.submit(info, 11.1)).worker.name != scene.full
 
 
 def test_turn_that_comes_back_has_its_age() -> None:
     """It goes ahead of a higher class by its own arrival, not by that of a younger request."""
     scene = Scene()
-    ticket, higher = scene.wait(), ask(100, long=True)
+    ticket, higher = scene.wait(), make_info(100, long=True)
     occupy(scene.router, scene.other, now=11.1)
     higher.rank = Rank.INTERACTIVE
-    for info in (ask(100, long=True), higher):
+    for info in (make_info(100, long=True), higher):
         waits(scene.router.submit(info, 35.0))
     scene.end(scene.running, 36.0)
-    assert scene.settled(36.0).ask is ticket.ask
+    assert scene.settled(36.0).info is ticket.info
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_turn_goes_elsewhere_where_a_wait_costs_more_or_is_impossible(case: str)
     if case == "queue full":
         waits(router.submit(pinned_to(name), 11.0))
     if case == "short cache":
-        info = ask(4000 + PROMPT // 100, OUTPUT, prefix=BLOCKS[:3])
+        info = make_info(4000 + PROMPT // 100, OUTPUT, prefix=BLOCKS[:3])
     if case == "batch":
         info.rank = Rank.BATCH
     if case == "deadline":
@@ -240,7 +240,7 @@ def test_target_that_only_the_full_worker_can_meet_is_not_refused() -> None:
     occupy(router, name, output=225)  # for 18 s
     other = "b" if name == "a" else "a"
     worker_of(router, other).respecify(spec(other, most=2))
-    placed(router.submit(ask(105_000, long=True), 11.0))
+    placed(router.submit(make_info(105_000, long=True), 11.0))
     assert present(waits(router.submit(turn(), 11.0)).cache_wait).worker.name == name
 
 
@@ -295,7 +295,7 @@ def test_full_queue_ends_no_wait_of_a_turn_without_another_worker() -> None:
     scene = Scene(queue_requests=1)
     ticket = scene.wait()
     occupy(scene.router, scene.other, now=11.1)
-    answer = refused(scene.router.submit(ask(10), 11.2))
+    answer = refused(scene.router.submit(make_info(10), 11.2))
     assert (answer.reason, answer.retry_after_s) == (Reason.QUEUE_FULL, 1)
     assert (ticket.left, scene.length()) == (False, 1)
 
@@ -304,11 +304,11 @@ def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
     scene = Scene(queue_requests=2)
     ticket = scene.wait()
     free = occupy(scene.router, scene.other, now=11.1)
-    first = waits(scene.router.submit(ask(100, long=True), 11.2))
+    first = waits(scene.router.submit(make_info(100, long=True), 11.2))
     scene.end(free, 11.3)
     answer = refused(scene.router.submit(pinned_to(scene.full), 11.3))
     assert (answer.reason, ticket.left) == (Reason.QUEUE_FULL, False)
-    assert scene.settled(11.3).ask is first.ask
+    assert scene.settled(11.3).info is first.info
 
 
 def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queue() -> None:
@@ -327,14 +327,14 @@ def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
     turns = [scene.wait() for _ in range(2)]
     running = occupy(scene.router, scene.other, now=11.0)
     for _ in range(2):
-        waits(scene.router.submit(ask(100), 11.0))
+        waits(scene.router.submit(make_info(100), 11.0))
     for second in range(13, 25, 2):  # a slot each two seconds
         scene.end(running, second)
         running = scene.settled(second)
-        waits(scene.router.submit(ask(100), second))
+        waits(scene.router.submit(make_info(100), second))
     assert not any(ticket.left for ticket in turns)
     assert scene.length() == 2
-    assert refused(scene.router.submit(ask(100), 23.0)).retry_after_s == 6
+    assert refused(scene.router.submit(make_info(100), 23.0)).retry_after_s == 6
 
 
 def test_explain_names_the_worker_and_the_longest_wait() -> None:
@@ -363,7 +363,7 @@ def test_tenant_with_the_least_counter_gets_the_slot() -> None:
         waits(scene.router.submit(info, 11.0))
     tenants[0].charge(1e6)
     scene.end(scene.running, 11.5)
-    assert scene.settled(11.5).ask.tenant is tenants[1]
+    assert scene.settled(11.5).info.tenant is tenants[1]
 
 
 @given(
@@ -387,7 +387,7 @@ def test_no_turn_waits_longer_than_its_bound(events: list[tuple[str, float, int]
         if kind == "end" and running:
             router.leases.finish(running.pop(0), now, Outcome.DONE)
         elif kind in ("turn", "fresh"):
-            info = turn(output) if kind == "turn" else ask(5000, output)
+            info = turn(output) if kind == "turn" else make_info(5000, output)
             answer = router.submit(info, now)
             if isinstance(answer, Lease):
                 running.append(answer)

@@ -16,7 +16,16 @@ from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
-from tests.proxy.core.making import ask_of, placed, pop_one, refused, router_of, spec, tenant, waits
+from tests.proxy.core.making import (
+    info_of,
+    placed,
+    pop_one,
+    refused,
+    router_of,
+    spec,
+    tenant,
+    waits,
+)
 
 INTERACTIVE, STANDARD, BATCH = Rank
 CAPACITY = 12
@@ -46,23 +55,23 @@ class QueueBench:
         return gone
 
     def counts(self) -> Counter[str]:
-        return Counter(t.ask.tenant.name if t.ask.tenant else "" for t in self.tickets)
+        return Counter(t.info.tenant.name if t.info.tenant else "" for t in self.tickets)
 
 
 def test_flood_leaves_room_for_other_tenants() -> None:
     bench, flood = QueueBench(), tenant("flood")
-    tickets = [bench.add(ask_of(flood)) for _ in range(CAPACITY + 3)]
+    tickets = [bench.add(info_of(flood)) for _ in range(CAPACITY + 3)]
     assert tickets == [[]] * CAPACITY + [None] * 3
     last = bench.tickets[-1]
-    assert bench.add(ask_of(tenant("single"))) == [last], "the newest request"
-    assert bench.add(ask_of(flood)) is None
+    assert bench.add(info_of(tenant("single"))) == [last], "the newest request"
+    assert bench.add(info_of(flood)) is None
 
 
 def test_shares_follow_weights() -> None:
     bench, light, heavy = QueueBench(), tenant("one"), tenant("three", weight=3.0)
     for _ in range(50):
-        bench.add(ask_of(light))
-        bench.add(ask_of(heavy))
+        bench.add(info_of(light))
+        bench.add(info_of(heavy))
     assert bench.counts() == {"one": 3, "three": 9}
 
 
@@ -70,40 +79,40 @@ def test_shares_follow_weights() -> None:
 def test_bytes_and_tokens_count_if_they_are_scarce(bound: str) -> None:
     bench, large, small = QueueBench(1000, **{bound: 10_000}), tenant("large"), tenant("small")
     for _ in range(4):
-        assert bench.add(ask_of(large, 2500, size=2500)) == []
+        assert bench.add(info_of(large, 2500, size=2500)) == []
     for _ in range(9):
-        assert bench.add(ask_of(small, 100, size=100)) is not None
+        assert bench.add(info_of(small, 100, size=100)) is not None
     assert bench.counts() == {"large": 3, "small": 9}
-    assert bench.add(ask_of(large, 2500, size=2500)) is None
+    assert bench.add(info_of(large, 2500, size=2500)) is None
 
 
 def test_batch_is_evicted_first_and_evicts_no_request() -> None:
     bench = QueueBench()
     batch, other = tenant("batch", BATCH, 100.0), tenant("other")
     for _ in range(CAPACITY):
-        bench.add(ask_of(batch))
+        bench.add(info_of(batch))
     for _ in range(CAPACITY):
-        assert bench.add(ask_of(other)) is not None
+        assert bench.add(info_of(other)) is not None
     assert bench.counts() == {"other": CAPACITY}
-    assert bench.add(ask_of(batch)) is None
+    assert bench.add(info_of(batch)) is None
 
 
 def test_retries_and_anonymous_requests_are_not_evicted() -> None:
     bench, owner = QueueBench(2), tenant("who")
-    bench.queue.push(ask_of(owner), 0.0, Attempts(frozenset({"w"})))
-    bench.queue.push(ask_of(owner), 0.0, Attempts(frozenset({"w"})))
-    assert bench.queue.choose_evicted(ask_of(tenant("other"))) == []
+    bench.queue.push(info_of(owner), 0.0, Attempts(frozenset({"w"})))
+    bench.queue.push(info_of(owner), 0.0, Attempts(frozenset({"w"})))
+    assert bench.queue.choose_evicted(info_of(tenant("other"))) == []
     bench = QueueBench(2)
     for _ in range(2):
-        bench.add(ask_of(None))
-    assert bench.add(ask_of(None)) is None
+        bench.add(info_of(None))
+    assert bench.add(info_of(None)) is None
 
 
 def test_no_eviction_if_the_request_would_not_fit() -> None:
     bench, small, large = QueueBench(1000, 1000), tenant("small"), tenant("large")
     for _ in range(10):
-        bench.add(ask_of(small, size=100))
-    assert bench.add(ask_of(large, size=900)) is None, "it would have a larger share"
+        bench.add(info_of(small, size=100))
+    assert bench.add(info_of(large, size=900)) is None, "it would have a larger share"
     assert bench.counts() == {"small": 10}
 
 
@@ -119,14 +128,14 @@ def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int,
     ]
     for number, size, prompt in requests:
         before = bench.counts()
-        gone = bench.add(ask_of(tenants[number], prompt, size=size))
+        gone = bench.add(info_of(tenants[number], prompt, size=size))
         for ticket in gone or []:
-            name = present(ticket.ask.tenant).name
+            name = present(ticket.info.tenant).name
             assert name != tenants[number].name
             assert before[name] > 0
-            assert ticket.ask.rank is BATCH or tenants[number].spec.rank is not BATCH
+            assert ticket.info.rank is BATCH or tenants[number].spec.rank is not BATCH
         assert len(bench.queue) == len(bench.tickets) <= CAPACITY
-        assert bench.queue.bytes == sum(t.ask.body_bytes for t in bench.tickets) <= 2000
+        assert bench.queue.bytes == sum(t.info.body_bytes for t in bench.tickets) <= 2000
 
 
 # In the router
@@ -135,10 +144,10 @@ def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int,
 def test_evicted_request_is_refused_and_not_charged() -> None:
     router = router_of(spec("w", most=1), queue_requests=2)
     flood = tenant("flood", tokens_per_minute=10_000)
-    lease = placed(router.submit(ask_of(flood), 0.0))
-    first, last = (waits(router.submit(ask_of(flood), 0.0)) for _ in range(2))
+    lease = placed(router.submit(info_of(flood), 0.0))
+    first, last = (waits(router.submit(info_of(flood), 0.0)) for _ in range(2))
     assert flood.ledger.running == 3
-    single = waits(router.submit(ask_of(tenant("single")), 0.0))
+    single = waits(router.submit(info_of(tenant("single")), 0.0))
     assert (flood.ledger.running, flood.waiting) == (2, 1)
     evicted, refusal = pop_one(router, 0.0)
     assert evicted is last
@@ -154,8 +163,8 @@ def test_evicted_request_is_refused_and_not_charged() -> None:
 def test_evicted_request_may_be_withdrawn_before_due(withdrawn: bool) -> None:
     router = router_of(spec("w", most=1), queue_requests=1)
     flood = tenant("flood")
-    placed(router.submit(ask_of(flood), 0.0))
-    ticket = waits(router.submit(ask_of(flood), 0.0))
-    single = waits(router.submit(ask_of(tenant("single", weight=10.0)), 0.0))
+    placed(router.submit(info_of(flood), 0.0))
+    ticket = waits(router.submit(info_of(flood), 0.0))
+    single = waits(router.submit(info_of(tenant("single", weight=10.0)), 0.0))
     router.withdraw(ticket if withdrawn else single, 0.0)
     assert [gone for gone, _ in router.pop_due(0.0)] == ([] if withdrawn else [ticket])

@@ -25,7 +25,7 @@ from tests.present import present
 from tests.proxy.core.making import (
     LONG,
     SHORT,
-    ask_of,
+    info_of,
     placed,
     pop_one,
     router_of,
@@ -62,7 +62,7 @@ class QueueBench:
 
         def end(ticket: Ticket) -> End | None:
             nonlocal left
-            info = ticket.ask
+            info = ticket.info
             if not left:
                 return None
             left -= 1
@@ -76,7 +76,7 @@ class QueueBench:
         return gone
 
     def names(self) -> list[str]:
-        return [ticket.ask.tenant.name for ticket in self.order if ticket.ask.tenant]
+        return [ticket.info.tenant.name for ticket in self.order if ticket.info.tenant]
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 500)), min_size=1, max_size=12)
@@ -93,7 +93,7 @@ def test_service_of_two_backlogged_tenants_differs_by_one_request(
     for number in range(60):
         for owner, sizes in ((a, a_sizes), (b, b_sizes)):
             while owner.waiting < slots + 1:
-                info = ask_of(owner, *sizes[number % len(sizes)])
+                info = info_of(owner, *sizes[number % len(sizes)])
                 largest = max(largest, cost(info) / owner.spec.weight)
                 bench.push(info)
         assert len(bench.place(slots)) == slots
@@ -114,8 +114,8 @@ def test_service_differs_by_requests_in_flight_if_output_is_unknown(
     for _ in range(80):
         for owner in (a, b):
             while owner.waiting <= ahead + slots:
-                bench.push(ask_of(owner, 100, likely))
-        gone = [ticket.ask for ticket in bench.place(slots)]
+                bench.push(info_of(owner, 100, likely))
+        gone = [ticket.info for ticket in bench.place(slots)]
         running += gone
         while len(running) > slots * 2:
             info = running.pop(0)
@@ -134,7 +134,7 @@ def test_share_of_shorts_does_not_reduce_the_share_of_longs() -> None:
 
     def shorts() -> None:
         for _ in range(10):
-            serve(router, ask_of(chat))
+            serve(router, info_of(chat))
 
     shorts()
     assert turns(router, job, chat, shorts, prompt=800, long=True)["chat"] == 10
@@ -148,17 +148,17 @@ def turns(
     **fields: Any,
 ) -> Counter[str]:
     """Let two tenants wait for one slot; count the tenants of twenty dispatches."""
-    lease = placed(router.submit(ask_of(tenant("before"), **fields), 0.0))
+    lease = placed(router.submit(info_of(tenant("before"), **fields), 0.0))
     for owner in (first, second):
         for _ in range(30):
-            waits(router.submit(ask_of(owner, **fields), 0.0))
+            waits(router.submit(info_of(owner, **fields), 0.0))
     names = Counter[str]()
     for _ in range(20):
         between()
         router.leases.finish(lease, 0.0, Outcome.DONE)
         ticket, answer = pop_one(router, 0.0)
         lease = placed(answer)
-        names[present(ticket.ask.tenant).name] += 1
+        names[present(ticket.info.tenant).name] += 1
     return names
 
 
@@ -166,17 +166,17 @@ def test_own_batch_requests_do_not_change_the_share_of_chats() -> None:
     """A tenant that joins batch starts at batch's level, in batch only."""
     bench, night = QueueBench(), tenant("night", BATCH)
     chat, other = tenant("chat"), tenant("other")
-    bench.push(ask_of(night))
+    bench.push(info_of(night))
     night.charge(1e9)
-    bench.push(replace(ask_of(chat), rank=BATCH))
+    bench.push(replace(info_of(chat), rank=BATCH))
     for _ in range(20):
-        bench.push(ask_of(other))
-        bench.push(ask_of(chat))
+        bench.push(info_of(other))
+        bench.push(info_of(chat))
     bench.place(20)
     assert Counter(bench.names())["chat"] == 10
     for _ in range(20):
-        bench.push(ask_of(night))
-        bench.push(replace(ask_of(chat), rank=BATCH))
+        bench.push(info_of(night))
+        bench.push(replace(info_of(chat), rank=BATCH))
     bench.place(20)  # the remaining chats
     bench.place(20)
     assert Counter(bench.names()[-20:])["chat"] in range(8, 13), "batch shares are equal too"
@@ -184,11 +184,11 @@ def test_own_batch_requests_do_not_change_the_share_of_chats() -> None:
 
 def test_blocked_long_lets_shorts_of_lower_classes_pass() -> None:
     bench, first, second = QueueBench(), tenant("first", rank=INTERACTIVE), tenant("second")
-    bench.push(ask_of(first, long=True))
-    short = bench.push(ask_of(second))
+    bench.push(info_of(first, long=True))
+    short = bench.push(info_of(second))
 
     def end(ticket: Ticket) -> End | None:
-        return None if ticket.ask.long else PLACED
+        return None if ticket.info.long else PLACED
 
     assert [ticket for ticket, _ in bench.queue.dispatch(end, 0.0)] == [short]
 
@@ -217,12 +217,12 @@ def test_wait_of_a_class_is_its_age_and_two_slots_at_most(
     crowds = [tenant(flood.name, rank=flood) for flood in floods]
     for crowd in crowds:
         for _ in range(old):
-            bench.push(ask_of(crowd))
-    bench.push(ask_of(waiting_tenant))
+            bench.push(info_of(crowd))
+    bench.push(info_of(waiting_tenant))
     while "patient" not in bench.names() and bench.now <= age + 10 * pause:
         for crowd in crowds:
             while crowd.waiting < deep:
-                bench.push(ask_of(crowd))
+                bench.push(info_of(crowd))
         bench.now += pause
         bench.place()
     assert "patient" in bench.names()
@@ -233,14 +233,14 @@ def test_any_ahead_of_ignores_lower_classes() -> None:
     bench = QueueBench()
     standard, urgent = tenant("standard"), tenant("urgent", rank=INTERACTIVE)
     batch = tenant("batch", rank=BATCH)
-    assert not bench.queue.any_ahead_of(ask_of(batch))
-    bench.push(ask_of(batch))
-    assert not bench.queue.any_ahead_of(ask_of(standard)), "batch is not ahead"
-    bench.push(ask_of(standard))
-    assert bench.queue.any_ahead_of(ask_of(standard))
-    assert bench.queue.any_ahead_of(ask_of(batch, long=True)), "for any size"
-    assert not bench.queue.any_ahead_of(ask_of(standard, long=True))
-    assert not bench.queue.any_ahead_of(ask_of(urgent))
+    assert not bench.queue.any_ahead_of(info_of(batch))
+    bench.push(info_of(batch))
+    assert not bench.queue.any_ahead_of(info_of(standard)), "batch is not ahead"
+    bench.push(info_of(standard))
+    assert bench.queue.any_ahead_of(info_of(standard))
+    assert bench.queue.any_ahead_of(info_of(batch, long=True)), "for any size"
+    assert not bench.queue.any_ahead_of(info_of(standard, long=True))
+    assert not bench.queue.any_ahead_of(info_of(urgent))
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -252,7 +252,7 @@ def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
         owners = [tenant(f"t{n}") for n in range(tenants)]
         for n, owner in enumerate(owners):
             owner.charge(n % 7 * 50.0)
-            bench.push(ask_of(owner, 100 if alike else 100 + n * 37 % 900))
+            bench.push(info_of(owner, 100 if alike else 100 + n * 37 % 900))
         count = 0
 
         def note(_frame: object, event: str, _argument: object) -> None:
@@ -263,10 +263,10 @@ def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
         for n in range(20):
             sys.setprofile(note)
             try:
-                bench.push(ask_of(owners[n % tenants]))
-                bench.push(ask_of(tenant(f"new{n}")))
+                bench.push(info_of(owners[n % tenants]))
+                bench.push(info_of(tenant(f"new{n}")))
                 [gone] = bench.place()
-                present(gone.ask.tenant).charge(10.0)
+                present(gone.info.tenant).charge(10.0)
                 bench.place(0)
                 bench.queue.fronts()
             finally:
@@ -279,11 +279,11 @@ def test_cost_of_a_dispatch_is_independent_of_the_backlog(alike: bool) -> None:
 def test_returning_tenant_starts_at_the_least_waiting_standing() -> None:
     bench, a, b, late = QueueBench(), tenant("a"), tenant("b"), tenant("late")
     for owner in (a, b):
-        bench.push(ask_of(owner))
+        bench.push(info_of(owner))
     a.charge(900.0)
     b.charge(700.0)
     b.charge(-100.0)
-    bench.push(ask_of(late))
+    bench.push(info_of(late))
     assert late.standings[STANDARD] == 600.0
 
 
@@ -303,7 +303,7 @@ class QueueMachine(RuleBasedStateMachine):
         model=st.sampled_from("xy"),
     )
     def push(self, index: int, prompt: int, long: bool, model: str) -> None:
-        info = ask_of(self.tenants[index], prompt, long=long, model=model)
+        info = info_of(self.tenants[index], prompt, long=long, model=model)
         self.waiting.append(self.bench.push(info))
 
     @precondition(lambda self: self.waiting)
@@ -327,28 +327,30 @@ class QueueMachine(RuleBasedStateMachine):
         gone = self.bench.place(slots)
         assert len(gone) == min(slots, len(before)), "no slot stays free while requests wait"
         for ticket in gone:
-            rest = [t for t in before if t.ask.model == ticket.ask.model]
-            if ticket.ask.rank is BATCH and not ticket.aged:
-                assert all(t.ask.rank is BATCH for t in rest), (
+            rest = [t for t in before if t.info.model == ticket.info.model]
+            if ticket.info.rank is BATCH and not ticket.aged:
+                assert all(t.info.rank is BATCH for t in rest), (
                     "batch goes only if no other class waits"
                 )
             if not ticket.aged:
-                assert ticket.ask.rank == min(t.ask.rank for t in rest if self.same_size(t, ticket))
+                assert ticket.info.rank == min(
+                    t.info.rank for t in rest if self.same_size(t, ticket)
+                )
             before.remove(ticket)
             self.waiting.remove(ticket)
 
     @staticmethod
     def same_size(ticket: Ticket, other: Ticket) -> bool:
-        return ticket.ask.long == other.ask.long
+        return ticket.info.long == other.info.long
 
     @invariant()
     def totals_match_the_waiting_requests(self) -> None:
         queue = self.bench.queue
         assert len(queue) == len(self.waiting)
-        assert queue.bytes == sum(t.ask.body_bytes for t in self.waiting)
-        assert queue.tokens == sum(t.ask.prompt_tokens for t in self.waiting)
+        assert queue.bytes == sum(t.info.body_bytes for t in self.waiting)
+        assert queue.tokens == sum(t.info.prompt_tokens for t in self.waiting)
         for owner in self.tenants:
-            own = [t for t in self.waiting if t.ask.tenant is owner]
+            own = [t for t in self.waiting if t.info.tenant is owner]
             assert owner.waiting == len(own)
             assert (owner in queue.turns.waiting(owner.spec.rank)) == bool(own)
         for (place, rank), (front, oldest) in queue.fronts().items():

@@ -10,7 +10,16 @@ from proxy.core.model.types import Outcome, Reason
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank
-from tests.proxy.core.making import ask, placed, pop_one, refused, router_of, spec, waits, worker_of
+from tests.proxy.core.making import (
+    make_info,
+    placed,
+    pop_one,
+    refused,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
 
 TARGET_S = 2.0
 
@@ -29,35 +38,35 @@ def make_router(*, most: int | None = None, paced: bool = True, **targets: float
 
 def test_too_long_wait_is_429_with_retry_after() -> None:
     router = make_router()
-    placed(router.submit(ask(5000), 0.0))
-    refusal = refused(router.submit(ask(100), 0.0))
+    placed(router.submit(make_info(5000), 0.0))
+    refusal = refused(router.submit(make_info(100), 0.0))
     assert (refusal.status, refusal.reason, refusal.code) == (429, Reason.TOO_SLOW, "too_slow")
     assert refusal.retry_after_s is not None
     assert 2.5 < refusal.retry_after_s < 3.5
     retry = refusal.retry_after_s
-    placed(router.submit(ask(100), retry + 0.2))
+    placed(router.submit(make_info(100), retry + 0.2))
 
 
 def test_no_refusal_before_the_pace_is_learnt() -> None:
     router = make_router(paced=False)
     for _ in range(5):
-        placed(router.submit(ask(50_000), 0.0))
+        placed(router.submit(make_info(50_000), 0.0))
 
 
 @pytest.mark.parametrize("paced", [True, False])
 def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
     router = make_router(most=1, paced=paced, standard=1.9)
     now = 0.0
-    lease = placed(router.submit(ask(10), now))
-    waits(router.submit(ask(10), now))
+    lease = placed(router.submit(make_info(10), now))
+    waits(router.submit(make_info(10), now))
     for _ in range(20):  # a slot is free each second, and a request waits
         now += 1.0
         router.leases.finish(lease, now, Outcome.DONE)
         lease = placed(pop_one(router, now)[1])
-        waits(router.submit(ask(10), now))
+        waits(router.submit(make_info(10), now))
         queue_moves = router.queue.wait_s(now, 1)
     assert queue_moves == pytest.approx(2.0)
-    refusal = refused(router.submit(ask(10), now))
+    refusal = refused(router.submit(make_info(10), now))
     assert refusal.reason is Reason.TOO_SLOW
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1.0
@@ -65,12 +74,12 @@ def test_slow_queue_is_429_with_retry_after(paced: bool) -> None:
 
 def test_requests_may_wait_before_the_queue_rate_is_known() -> None:
     router = make_router(most=1)
-    placed(router.submit(ask(10), 0.0))
+    placed(router.submit(make_info(10), 0.0))
     for _ in range(10):
-        waits(router.submit(ask(10), 0.0))
+        waits(router.submit(make_info(10), 0.0))
 
 
 def test_retry_is_admitted() -> None:
     router = make_router()
-    placed(router.submit(ask(50_000), 0.0))
-    placed(router.submit_again(ask(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))))
+    placed(router.submit(make_info(50_000), 0.0))
+    placed(router.submit_again(make_info(10), 0.0, Attempts(frozenset({Worker(spec("gone"), 9)}))))

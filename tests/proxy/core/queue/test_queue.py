@@ -13,7 +13,7 @@ from proxy.core.queue.dispatch import End
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Tenant, TenantSpec
-from tests.proxy.core.making import ask, ask_of
+from tests.proxy.core.making import info_of, make_info
 
 END = Refusal(429, Reason.QUEUE_FULL, "over")
 
@@ -34,7 +34,7 @@ def leave(queue: Queue, *tickets: Ticket) -> list[Ticket]:
 def test_smaller_request_may_pass_blocked_larger_ones() -> None:
     queue = make_queue()
     large, small, same, smaller = (
-        queue.push(ask(tokens), float(i)) for i, tokens in enumerate((900, 300, 300, 100))
+        queue.push(make_info(tokens), float(i)) for i, tokens in enumerate((900, 300, 300, 100))
     )
     assert leave(queue, same) == []
     assert leave(queue, small, smaller) == [small, smaller]
@@ -43,7 +43,7 @@ def test_smaller_request_may_pass_blocked_larger_ones() -> None:
 
 def test_deadline_is_the_wait_at_push_time() -> None:
     queue = make_queue(wait_s=7.0)
-    ticket = queue.push(ask(), 3.0)
+    ticket = queue.push(make_info(), 3.0)
     queue.max_wait_s = 1.0
     assert ticket.deadline == 10.0
 
@@ -51,7 +51,7 @@ def test_deadline_is_the_wait_at_push_time() -> None:
 def test_retry_after_follows_the_dispatch_rate() -> None:
     queue = make_queue(capacity=1000)
     for _ in range(40):
-        queue.push(ask(), 0.0)
+        queue.push(make_info(), 0.0)
     for i in range(100):  # four a second
         queue.record_freed_slot(100 + i / 4)
     assert queue.retry_after_s(125.0) == 11
@@ -63,7 +63,7 @@ def test_retry_after_ignores_idle_times(capacity: int) -> None:
     queue = make_queue(capacity)
     for start in (1e6, 1e6 + 30_000):
         if capacity:
-            ticket = queue.push(ask(), start)
+            ticket = queue.push(make_info(), start)
         for i in range(1, 10):
             queue.record_freed_slot(start + i / 4)
         assert queue.retry_after_s(start + 2.5) == 1
@@ -76,7 +76,7 @@ def test_wait_ignores_a_short_idle_time() -> None:
     queue, now = make_queue(), 1e6
     for idle_s in (0.0, 10.0):
         now += idle_s
-        ticket = queue.push(ask(), now)
+        ticket = queue.push(make_info(), now)
         for _ in range(80):  # four a second
             now += 0.25
             queue.record_freed_slot(now)
@@ -94,11 +94,11 @@ def test_ahead_of_counts_one_turn_per_own_request(steps: list[tuple[int, bool]])
         if goes and tickets:
             queue.remove(tickets.pop(number % len(tickets)))
         else:
-            tickets.append(queue.push(ask_of(TENANTS[number]), 0.0))
-    lengths = Counter(ticket.ask.tenant for ticket in tickets)
+            tickets.append(queue.push(info_of(TENANTS[number]), 0.0))
+    lengths = Counter(ticket.info.tenant for ticket in tickets)
     for tenant in TENANTS:
         turns = lengths[tenant] + 1
         ahead = sum(min(length, turns) for length in lengths.values())
-        assert queue.ahead_of(ask_of(tenant), 0.0) == ahead
+        assert queue.ahead_of(info_of(tenant), 0.0) == ahead
     for ticket in tickets:
         queue.remove(ticket)

@@ -13,7 +13,16 @@ from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.urgency import WEIGHT
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
-from tests.proxy.core.making import ask, placed, pop_one, refused, router_of, spec, waits, worker_of
+from tests.proxy.core.making import (
+    make_info,
+    placed,
+    pop_one,
+    refused,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
 
 TOKEN_S = 1e-4
 FRESH, TURN = 200_000, 300_000
@@ -30,14 +39,14 @@ def make_router(*names: str, most: int = 1, **settings: object) -> Router:
 
 
 def fresh(tokens: int = FRESH, tenant: Tenant | None = None, deadline: float = inf) -> RequestInfo:
-    info = ask(tokens, long=True)
+    info = make_info(tokens, long=True)
     info.tenant, info.deadline = tenant, deadline
     return info
 
 
 def turn(router: Router, tenant: Tenant | None = None) -> RequestInfo:
     """Return a request of which the worker has nearly all tokens."""
-    info = ask(TURN, long=True, prefix=BLOCKS)
+    info = make_info(TURN, long=True, prefix=BLOCKS)
     info.tenant = tenant
     router.fleet.roster.expect_prefix(info, worker_of(router, "w"))
     return info
@@ -47,7 +56,7 @@ def order(
     router: Router, *requests: tuple[float, RequestInfo], served_at: float
 ) -> list[RequestInfo]:
     """Let requests arrive while another runs; return them in the order of their service."""
-    running = placed(router.submit(ask(10), 0.0))
+    running = placed(router.submit(make_info(10), 0.0))
     for at, info in requests:
         waits(router.submit(info, at))
     served = []
@@ -55,13 +64,13 @@ def order(
         router.leases.finish(running, served_at, Outcome.DONE)
         ticket, answer = pop_one(router, served_at)
         running = placed(answer)
-        served.append(ticket.ask)
+        served.append(ticket.info)
     return served
 
 
 def test_mostly_cached_turn_and_short_prompt_pass_a_fresh_long_prompt_of_their_tenant() -> None:
     router = make_router()
-    long, cached, short = fresh(), turn(router), ask(100)
+    long, cached, short = fresh(), turn(router), make_info(100)
     found = order(router, (0.0, long), (5.0, cached), (5.1, short), served_at=6.0)
     assert found == [short, cached, long]
 
@@ -81,17 +90,17 @@ def test_what_a_session_knows_counts_as_cached() -> None:
 @pytest.mark.parametrize("tokens", [50_000, 400_000])
 def test_long_prompt_begins_within_the_usual_wait_beside_turns_without_end(tokens: int) -> None:
     router = make_router()
-    running, long = placed(router.submit(ask(10), 0.0)), fresh(tokens)
+    running, long = placed(router.submit(make_info(10), 0.0)), fresh(tokens)
     waits(router.submit(long, 0.0))
     for second in range(1, 30):
-        waits(router.submit(ask(100), second - 0.5))
-        waits(router.submit(ask(100), second - 0.4))
+        waits(router.submit(make_info(100), second - 0.5))
+        waits(router.submit(make_info(100), second - 0.4))
         router.leases.finish(running, float(second), Outcome.DONE)
         ticket, answer = pop_one(router, float(second))
         running = placed(answer)
-        if ticket.ask is long:
+        if ticket.info is long:
             break
-    assert ticket.ask is long
+    assert ticket.info is long
 
 
 def test_deadline_is_judged_by_workers_that_may_take_the_request() -> None:
@@ -101,7 +110,7 @@ def test_deadline_is_judged_by_workers_that_may_take_the_request() -> None:
         pace = worker.pace
         pace.prefills, pace.token_s, pace.fixed_s, pace.missing = 100, token_s, 0.0, 0.0
     for _ in range(3):
-        placed(router.submit(ask(10), 0.0))
+        placed(router.submit(make_info(10), 0.0))
     ticket = waits(router.submit(fresh(20_000, deadline=10.0), 0.0))
     assert ticket.deadline == pytest.approx(8.0), "the fast worker needs 2 s"
 
@@ -150,7 +159,7 @@ def test_deadline_that_prefill_alone_exceeds_is_refused() -> None:
 
 def test_waiting_request_is_refused_once_its_deadline_is_out_of_reach() -> None:
     router = make_router()
-    placed(router.submit(ask(10), 0.0))
+    placed(router.submit(make_info(10), 0.0))
     waits(router.submit(fresh(40_000, deadline=6.0), 0.0))
     assert router.pop_due(1.9) == []
     answer = refused(pop_one(router, 2.1)[1])
@@ -160,7 +169,7 @@ def test_waiting_request_is_refused_once_its_deadline_is_out_of_reach() -> None:
 def test_deadline_is_no_reason_before_the_pace_is_learnt() -> None:
     router = make_router()
     worker_of(router, "w").pace.prefills = 0
-    placed(router.submit(ask(10), 0.0))
+    placed(router.submit(make_info(10), 0.0))
     waits(router.submit(fresh(deadline=1.0), 0.0))
     assert router.pop_due(0.9) == []
     assert [type(answer) for _, answer in router.pop_due(1.1)] == [Refusal]

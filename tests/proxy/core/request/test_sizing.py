@@ -1,4 +1,4 @@
-"""Estimated and learnt sizes of requests."""
+"""Estimated and learned sizes of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo, Usage
 from proxy.core.request.sizing import Sizer, enlarge, fit
 from proxy.core.request.token_estimate import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
-from tests.proxy.core.making import ask, chat, route
+from tests.proxy.core.making import chat, make_info, route
 
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 
@@ -26,32 +26,32 @@ def size(
 
 def test_count_and_usage_of_one_prompt_teach_once() -> None:
     sizer = Sizer()
-    ask = size(chat("x" * 8000), sizer=sizer)
-    assert ask.countable
-    sizer.apply_count(ask, 4000 + TEMPLATE)
-    assert ask.prompt_tokens == ask.largest_prompt == 4000 + TEMPLATE
-    assert ask.prompt_error == 0
-    learnt = sizer.learnt("m", "chat/completions")
-    assert learnt.bytes_per_token == pytest.approx(2, rel=0.1)
-    sizer.learn(ask, Usage(4000 + TEMPLATE, 40))
-    assert (learnt.seen, learnt.output) == (1, 40)
+    info = size(chat("x" * 8000), sizer=sizer)
+    assert info.countable
+    sizer.apply_count(info, 4000 + TEMPLATE)
+    assert info.prompt_tokens == info.largest_prompt == 4000 + TEMPLATE
+    assert info.prompt_error == 0
+    learned = sizer.learned("m", "chat/completions")
+    assert learned.bytes_per_token == pytest.approx(2, rel=0.1)
+    sizer.learn(info, Usage(4000 + TEMPLATE, 40))
+    assert (learned.seen, learned.output) == (1, 40)
 
 
 def test_stored_turns_teach_no_rate() -> None:
     sizer = Sizer()
-    ask = size({"input": "and then?", "previous_response_id": "r"}, "/v1/responses", sizer)
-    ask.pinned = "w0"  # set by the parser
-    sizer.learn(ask, Usage(9000, 40))
-    learnt = sizer.learnt("m", "responses")
-    assert (learnt.seen, learnt.fixed, learnt.output) == (0, 0, 40)
+    info = size({"input": "and then?", "previous_response_id": "r"}, "/v1/responses", sizer)
+    info.pinned = "w0"  # set by the parser
+    sizer.learn(info, Usage(9000, 40))
+    learned = sizer.learned("m", "responses")
+    assert (learned.seen, learned.fixed, learned.output) == (0, 0, 40)
 
 
 def test_routes_and_models_learn_apart() -> None:
     sizer = Sizer()
     sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(4000, 10))
-    assert sizer.learnt("m", "chat/completions").bytes_per_token < 2
-    assert sizer.learnt("m", "completions").bytes_per_token == 4
-    assert sizer.learnt("n", "chat/completions").bytes_per_token == 4
+    assert sizer.learned("m", "chat/completions").bytes_per_token < 2
+    assert sizer.learned("m", "completions").bytes_per_token == 4
+    assert sizer.learned("n", "chat/completions").bytes_per_token == 4
 
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -135,21 +135,21 @@ def test_any_number_gives_a_valid_size(
 ) -> None:
     body = chat("x" * 100, max_tokens=limit, n=n, best_of=n, truncate_prompt_tokens=cut)
     body |= {"prompt": ["x", "y"], "stream": stream, "sampling_params": {"max_tokens": limit}}
-    ask = size(body, path)
-    assert ask.needed_context - ask.prompt_error >= 0
-    assert 0 <= ask.expected_output <= (ask.output_tokens or USUAL_OUTPUT)
-    assert ask.samples >= 1
-    assert ask.expected_tokens >= ask.prompt_tokens >= 0
+    info = size(body, path)
+    assert info.needed_context - info.prompt_error >= 0
+    assert 0 <= info.expected_output <= (info.output_tokens or USUAL_OUTPUT)
+    assert info.samples >= 1
+    assert info.expected_tokens >= info.prompt_tokens >= 0
 
 
 def test_refusal_by_a_small_worker_raises_the_size() -> None:
-    sized = ask(7000, 500, error=1100)
+    sized = make_info(7000, 500, error=1100)
     larger = enlarge(sized, 12288, 8192)
     assert (sized.needed_context, sized.prompt_error) == (7500, 1100)
     assert (sized.long, larger.long) == (False, True)
     assert (larger.needed_context, larger.prompt_error) == (12289, 0)
     assert larger.prompt_tokens == larger.largest_prompt == 11789
-    near = enlarge(ask(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
+    near = enlarge(make_info(12000, 500, error=1100), 12288, 8192)  # known to be near the limit
     assert (near.needed_context, near.prompt_error) == (12500, 211)
 
 
@@ -200,5 +200,5 @@ def test_prompt_of_token_ids_has_its_exact_size_whatever_texts_taught() -> None:
 def test_usage_without_prompt_tokens_teaches_no_rate() -> None:
     sizer = Sizer()
     sizer.learn(size(chat("x" * 9000), sizer=sizer), Usage(0, 40))
-    learnt = sizer.learnt("m", "chat/completions")
-    assert (learnt.seen, learnt.bytes_per_token, learnt.output) == (0, 4, 40)
+    learned = sizer.learned("m", "chat/completions")
+    assert (learned.seen, learned.bytes_per_token, learned.output) == (0, 4, 40)

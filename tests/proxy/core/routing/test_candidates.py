@@ -11,14 +11,14 @@ from proxy.core.learned.sessions import Session, Turn, Visit
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.router import Router
 from proxy.core.routing.cached_tokens import with_visits
-from tests.proxy.core.making import ask, placed, router_of, sized, spec, worker_of
+from tests.proxy.core.making import make_info, placed, router_of, sized, spec, worker_of
 
 PROMPT = 40_000
 PREFIX = tuple(range(1, 109))
 
 
-def turn_ask(prompt: int = PROMPT, prefix: tuple[int, ...] = PREFIX, key: int = 5) -> RequestInfo:
-    info = ask(prompt, 50, prefix=prefix)
+def turn_info(prompt: int = PROMPT, prefix: tuple[int, ...] = PREFIX, key: int = 5) -> RequestInfo:
+    info = make_info(prompt, 50, prefix=prefix)
     info.session = key
     return info
 
@@ -41,56 +41,56 @@ def three(**settings: object) -> Router:
 
 def test_session_stays_where_the_index_sees_nothing() -> None:
     router = three()
-    assert turn(serve(router, turn_ask(), 0.0)) == ("w0", Turn.NEW, 0)
+    assert turn(serve(router, turn_info(), 0.0)) == ("w0", Turn.NEW, 0)
     router.fleet.roster.prefixes.forget(0)
     for number in range(3):  # others, so that w0 is not next by turns
-        serve(router, ask(100), 2.0 + number)
-    later = turn_ask(PROMPT + 5000, (*PREFIX, 99))
+        serve(router, make_info(100), 2.0 + number)
+    later = turn_info(PROMPT + 5000, (*PREFIX, 99))
     assert turn(serve(router, later, 9.0)) == ("w0", Turn.STAYED, PROMPT + 50)
     assert router.fleet.roster.sessions.turns == {("m", Turn.NEW): 1, ("m", Turn.STAYED): 1}
 
 
 def test_session_moves_once_the_wait_exceeds_what_the_cache_saves() -> None:
     router = three()
-    serve(router, turn_ask(), 0.0)
-    waiting = [placed(router.submit(ask(20_000), 2.0))]
+    serve(router, turn_info(), 0.0)
+    waiting = [placed(router.submit(make_info(20_000), 2.0))]
     while waiting[-1].worker.name != "w0":
-        waiting.append(placed(router.submit(ask(20_000), 2.0)))
-    assert turn(placed(router.submit(turn_ask(), 2.0)))[:2] == ("w0", Turn.STAYED)
+        waiting.append(placed(router.submit(make_info(20_000), 2.0)))
+    assert turn(placed(router.submit(turn_info(), 2.0)))[:2] == ("w0", Turn.STAYED)
     for _ in range(3):
-        router.fleet.charge(ask(60_000), waiting[-1].decision, 2.0)
-    moved = placed(router.submit(turn_ask(), 2.0))
+        router.fleet.charge(make_info(60_000), waiting[-1].decision, 2.0)
+    moved = placed(router.submit(turn_info(), 2.0))
     assert (moved.worker.name != "w0", moved.decision.turn) == (True, Turn.MOVED)
 
 
 def test_beginning_that_other_workers_hold_is_expected_on_all_visited() -> None:
     router = three()
-    serve(router, turn_ask(), 0.0)
+    serve(router, turn_info(), 0.0)
     roster = router.fleet.roster
     roster.prefixes.record(PREFIX[:20], worker_of(router, "w2").index)
     w0 = worker_of(router, "w0")
     w0.kv_capacity, w0.written = PROMPT, w0.written + 2 * PROMPT
-    scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
+    scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_info(), 2.0).scores}
     assert scores["w0"] == scores["w2"] > scores["w1"] == 0
 
 
 def test_journal_is_believed_instead_of_the_session() -> None:
     router = three()
-    serve(router, turn_ask(), 0.0)
+    serve(router, turn_info(), 0.0)
     w0 = worker_of(router, "w0")
     w0.reports_prefixes = True
     prefixes = router.fleet.roster.prefixes
     prefixes.follow(w0.index)
     for block in PREFIX[:10]:
         prefixes.add_block(block, w0.index, 100)
-    scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_ask(), 2.0).scores}
+    scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_info(), 2.0).scores}
     assert 0 < scores["w0"] < PROMPT // 4
 
 
 @pytest.mark.parametrize("gone", ["restart", "removal", "other prompt"])
 def test_session_expects_nothing_of_what_is_gone(gone: str) -> None:
     router = three()
-    serve(router, turn_ask(), 0.0)
+    serve(router, turn_info(), 0.0)
     prefix, roster = PREFIX, router.fleet.roster
     if gone == "restart":
         w0 = worker_of(router, "w0")
@@ -102,18 +102,18 @@ def test_session_expects_nothing_of_what_is_gone(gone: str) -> None:
         router.fleet.health.probe_ok("w9", 1.0)
     else:
         prefix = tuple(1000 + block for block in PREFIX)
-    lease = placed(router.submit(turn_ask(prefix=prefix), 2.0))
+    lease = placed(router.submit(turn_info(prefix=prefix), 2.0))
     assert lease.decision.cached_tokens == 0
     assert lease.decision.turn == (Turn.NEW if gone == "other prompt" else Turn.DISPLACED)
 
 
 def test_nothing_is_noted_of_a_worker_that_was_removed_meanwhile() -> None:
     router = three()
-    lease = placed(router.submit(turn_ask(), 0.0))
+    lease = placed(router.submit(turn_info(), 0.0))
     router.fleet.roster.remove("w0")
     router.leases.record_first_token(lease, 0.5)
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(PROMPT, 50))
-    router.fleet.roster.expect_prefix(lease.ask, lease.worker)
+    router.fleet.roster.expect_prefix(lease.info, lease.worker)
     assert not router.fleet.roster.prefixes.matches(PREFIX)
     session = router.fleet.roster.sessions.get(5)
     assert session is None or not session.visits
@@ -122,26 +122,26 @@ def test_nothing_is_noted_of_a_worker_that_was_removed_meanwhile() -> None:
 @pytest.mark.parametrize("shared", [83, 98])
 def test_fork_expects_only_what_the_index_knows(shared: int) -> None:
     router = three()
-    serve(router, turn_ask(), 0.0)
-    fork = turn_ask(prefix=(*PREFIX[:shared], *range(500, 608 - shared)))
+    serve(router, turn_info(), 0.0)
+    fork = turn_info(prefix=(*PREFIX[:shared], *range(500, 608 - shared)))
     known = COVERED[shared] * PROMPT // fork.prefix_bytes
     assert placed(router.submit(fork, 2.0)).decision.cached_tokens == known
 
 
 def test_sessions_worker_is_a_candidate_in_a_large_group() -> None:
     router = router_of(*(spec(f"w{i}") for i in range(MAX_UNRANKED + 8)))
-    name = serve(router, turn_ask(), 0.0).worker.name
+    name = serve(router, turn_info(), 0.0).worker.name
     router.fleet.roster.prefixes.forget(worker_of(router, name).index)
     for number in range(200):
-        serve(router, ask(100), 2.0 + number)
-    assert turn(serve(router, turn_ask(), 300.0))[:2] == (name, Turn.STAYED)
+        serve(router, make_info(100), 2.0 + number)
+    assert turn(serve(router, turn_info(), 300.0))[:2] == (name, Turn.STAYED)
 
 
 def test_failed_request_leaves_nothing() -> None:
     router = three()
-    lease = placed(router.submit(turn_ask(), 0.0))
+    lease = placed(router.submit(turn_info(), 0.0))
     router.leases.finish(lease, 1.0, Outcome.REFUSED)
-    assert placed(router.submit(turn_ask(), 2.0)).decision.turn == Turn.NEW
+    assert placed(router.submit(turn_info(), 2.0)).decision.turn == Turn.NEW
 
 
 def continued(router: Router, output: int) -> tuple[RequestInfo, RequestInfo]:
@@ -182,5 +182,5 @@ def test_estimate_of_a_stored_response_refuses_no_request() -> None:
 def test_workers_with_equally_many_tokens_are_all_kept_beside_a_session() -> None:
     router, session = three(), Session(5, 0.0)
     session.add_visit(Visit(2, worker_of(router, "w2").up_since, 500, 0))
-    held = with_visits([(400, 0b001), (400, 0b010)], session, router.fleet.roster, ask(1000))
+    held = with_visits([(400, 0b001), (400, 0b010)], session, router.fleet.roster, make_info(1000))
     assert held == [(500, 0b100), (400, 0b011)]

@@ -18,8 +18,8 @@ from proxy.core.tenants.tenants import Rank
 from tests.present import present
 from tests.proxy.core.making import (
     MODEL,
-    ask,
     idle,
+    make_info,
     placed,
     pop_one,
     refused,
@@ -42,7 +42,7 @@ def make_router(*extra: WorkerSpec, prefills: int = 1, decodes: int = 1, **setti
 
 def whole(prompt: int, output: int = 50) -> RequestInfo:
     """Return a request that cannot be split."""
-    info = ask(prompt, output)
+    info = make_info(prompt, output)
     info.whole = "samples"
     return info
 
@@ -77,12 +77,19 @@ PAIR = spec("p0", P), spec("d0", D)
 @pytest.mark.parametrize(
     ("specs", "decoding", "info", "route", "reason", "verdict"),
     [
-        (PAIR, 1, ask(LONG), "p0>d0", Reason.HANDOVER, HandoverVerdict.HANDED_OVER),
-        (PAIR, 1, ask(20), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
-        (PAIR, 0, ask(LONG), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
+        (PAIR, 1, make_info(LONG), "p0>d0", Reason.HANDOVER, HandoverVerdict.HANDED_OVER),
+        (PAIR, 1, make_info(20), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
+        (PAIR, 0, make_info(LONG), "d0", Reason.DECODE_POOL, HandoverVerdict.NOT_WORTH_IT),
         (PAIR, 0, whole(LONG), "d0", Reason.DECODE_POOL, "samples"),
-        ((*PAIR, spec("g0")), 2, ask(LONG), "g0", Reason.GENERAL_POOL, HandoverVerdict.ELSEWHERE),
-        ((spec("g0"),), 0, ask(LONG), "g0", Reason.ONLY_CHOICE, ""),
+        (
+            (*PAIR, spec("g0")),
+            2,
+            make_info(LONG),
+            "g0",
+            Reason.GENERAL_POOL,
+            HandoverVerdict.ELSEWHERE,
+        ),
+        ((spec("g0"),), 0, make_info(LONG), "g0", Reason.ONLY_CHOICE, ""),
     ],
     ids=[
         "long",
@@ -115,16 +122,16 @@ def test_expected_shorts_count_for_a_handover() -> None:
     """No request decodes now, but ten shorts a second would wait for the prefill."""
     router = make_router()
     for at in range(100):
-        router.leases.finish(placed(router.submit(ask(20), at / 10)), at / 10, Outcome.DONE)
-    assert placed(router.submit(ask(LONG), 10.0)).prefill is not None
-    assert placed(router.submit(ask(200), 10.0)).prefill is None
+        router.leases.finish(placed(router.submit(make_info(20), at / 10)), at / 10, Outcome.DONE)
+    assert placed(router.submit(make_info(LONG), 10.0)).prefill is not None
+    assert placed(router.submit(make_info(200), 10.0)).prefill is None
 
 
 def test_simultaneous_longs_are_all_handed_over() -> None:
     """The decoding requests would get almost no tokens for the time of the prefills."""
     router = make_router()
     place_decoding(router, count=4)
-    routes = [placed(router.submit(ask(LONG), 0.0)).decision.route for _ in range(3)]
+    routes = [placed(router.submit(make_info(LONG), 0.0)).decision.route for _ in range(3)]
     assert routes == ["p0>d0"] * 3
 
 
@@ -135,16 +142,18 @@ def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
     first, second = worker_of(router, "p0").pace, worker_of(router, "d0").pace
     first.token_s, second.token_s = 2e-4, 2e-5
     worker_of(router, "d0").reprice()
-    assert placed(router.submit(ask(LONG), 0.0)).prefill is None  # the length is not learnt yet
+    assert (
+        placed(router.submit(make_info(LONG), 0.0)).prefill is None
+    )  # the length is not learned yet
     first.learn_length(LONG)
-    assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
-    assert placed(router.submit(ask(100), 0.0)).prefill is None
+    assert placed(router.submit(make_info(LONG), 0.0)).prefill is not None
+    assert placed(router.submit(make_info(100), 0.0)).prefill is None
 
 
 def test_prompt_length_is_learnt_for_prefill_workers() -> None:
     router = make_router(disaggregate_above=1)
     for size in (LONG, LONG, 2000):
-        lease = placed(router.submit(ask(size), 0.0))
+        lease = placed(router.submit(make_info(size), 0.0))
         router.leases.end_prefill(lease, 1.0, None)
         router.leases.finish(lease, 2.0, Outcome.DONE)
     assert worker_of(router, "p0").pace.length == pytest.approx(11_000)
@@ -156,7 +165,7 @@ def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
     worker = worker_of(router, "d0")
     placed(router.submit(whole(6 * LONG), 0.0))
     wait_s = worker.wait_s(0.0, for_long=False)
-    lease = placed(router.submit(ask(LONG), 0.0))
+    lease = placed(router.submit(make_info(LONG), 0.0))
     halves = present(lease.decision.handover)
     assert wait_s > 2 * halves.prefill_s
     foreseen_s = wait_s + halves.transfer_s + worker.pace.step_s(0)
@@ -172,9 +181,9 @@ def test_handover_with_a_too_long_wait_is_refused() -> None:
             worker.reprice()
         if ahead:
             assert placed(router.submit(whole(ahead), 0.0)).worker.name == "d0"
-            assert refused(router.submit(ask(LONG), 0.0)).reason is Reason.TOO_SLOW
+            assert refused(router.submit(make_info(LONG), 0.0)).reason is Reason.TOO_SLOW
         else:
-            assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
+            assert placed(router.submit(make_info(LONG), 0.0)).prefill is not None
 
 
 # A threshold
@@ -183,8 +192,8 @@ def test_handover_with_a_too_long_wait_is_refused() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_threshold_counts_tokens(rule: str) -> None:
     router = make_router(policy=rule, disaggregate_above=500)
-    assert placed(router.submit(ask(501), 0.0)).prefill is not None
-    assert placed(router.submit(ask(500), 0.0)).prefill is None
+    assert placed(router.submit(make_info(501), 0.0)).prefill is not None
+    assert placed(router.submit(make_info(500), 0.0)).prefill is None
 
 
 @pytest.mark.parametrize("above", [None, 2000])
@@ -198,7 +207,7 @@ def test_prefix_in_transfer_is_not_held_by_the_decode_worker(
     prefix = tuple(range(1, 96))
 
     def submit(now: float) -> Lease:
-        return placed(router.submit(ask(LONG, prefix=prefix, stream=stream), now))
+        return placed(router.submit(make_info(LONG, prefix=prefix, stream=stream), now))
 
     leases = [submit(0.0) for _ in range(4)]
     assert all(lease.prefill is not None for lease in leases)
@@ -220,32 +229,32 @@ def test_prefix_in_transfer_is_not_held_by_the_decode_worker(
 
 def test_prefill_worker_with_the_least_wait_is_chosen() -> None:
     router = make_router(prefills=3, disaggregate_above=1)
-    first = [placed(router.submit(ask(1000), 0.0)).prefill for _ in range(3)]
+    first = [placed(router.submit(make_info(1000), 0.0)).prefill for _ in range(3)]
     assert {lease.worker.name for lease in first if lease} == {"p0", "p1", "p2"}
 
 
 def test_prefill_worker_with_the_prefix_is_chosen() -> None:
     router = make_router(prefills=3, decodes=2, disaggregate_above=1)
     prefix = tuple(range(8))
-    lease = placed(router.submit(ask(1000, prefix=prefix), 0.0))
+    lease = placed(router.submit(make_info(1000, prefix=prefix), 0.0))
     holder = present(lease.prefill).worker
     router.leases.end_prefill(lease, 1.0, Usage(1000))
     retry = Attempts(frozenset([lease.worker]))
-    again = placed(router.submit_again(ask(1000, prefix=prefix), 2.0, retry))
+    again = placed(router.submit_again(make_info(1000, prefix=prefix), 2.0, retry))
     assert present(again.prefill).worker is holder
 
 
 def test_prompt_above_the_cache_size_is_handed_over() -> None:
     router = make_router(disaggregate_above=100)
     router.fleet.health.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))
-    assert placed(router.submit(ask(4000, 100), 0.0)).prefill is not None
+    assert placed(router.submit(make_info(4000, 100), 0.0)).prefill is not None
 
 
 def test_prompt_above_the_prefill_limit_is_served_whole() -> None:
     specs = spec("p0", P, limit=1000), spec("d0", D)
     router = router_of(*specs, transfer=True, disaggregate_above=1)
-    assert placed(router.submit(ask(1000), 0.0)).prefill is None
-    assert placed(router.submit(ask(900), 0.0)).prefill is not None
+    assert placed(router.submit(make_info(1000), 0.0)).prefill is None
+    assert placed(router.submit(make_info(900), 0.0)).prefill is not None
     assert verdicts(router) == {HandoverVerdict.PREFILL_BUSY: 1, HandoverVerdict.HANDED_OVER: 1}
 
 
@@ -255,14 +264,16 @@ def test_failed_link_is_counted_only_above_the_threshold() -> None:
     for _ in range(3):
         router.placer.links.record_failure(worker_of(router, "p0"), worker_of(router, "d0"), 1.0)
     for size in (10, LONG):
-        lease = placed(router.submit_again(ask(size), 1.0, Attempts(workers_named(router, "d1"))))
+        lease = placed(
+            router.submit_again(make_info(size), 1.0, Attempts(workers_named(router, "d1")))
+        )
         assert (lease.prefill, lease.worker.name) == (None, "d0")
     assert verdicts(router) == {HandoverVerdict.NOT_WORTH_IT: 1, HandoverVerdict.PREFILL_BUSY: 1}
 
 
 def test_no_handover_without_a_connector() -> None:
     router = router_of(spec("p0", P), spec("d0", D), disaggregate_above=1)
-    assert placed(router.submit(ask(LONG), 0.0)).prefill is None
+    assert placed(router.submit(make_info(LONG), 0.0)).prefill is None
     assert router.placer.handovers == {}
 
 
@@ -271,7 +282,7 @@ def test_no_handover_without_a_connector() -> None:
 
 def test_failed_prefills_are_retried_then_served_whole() -> None:
     router = make_router(prefills=3, disaggregate_above=1)
-    info, tried = ask(LONG), frozenset[Worker]()
+    info, tried = make_info(LONG), frozenset[Worker]()
     names = []
     for attempt in range(3):
         again = router.submit_again(info, 0.0, Attempts(tried)) if tried else None
@@ -298,7 +309,7 @@ def test_failed_prefill_records_no_prefix_at_the_decode_worker(
     blocks = tuple(range(1, 97))
     d0 = worker_of(router, "d0")
     router.fleet.roster.prefixes.record(blocks[:before], d0.index)
-    info = ask(LONG, prefix=blocks)
+    info = make_info(LONG, prefix=blocks)
     lease = placed(router.submit(info, 0.0))
     tokens = present(lease.decision.handover).tokens
     first = lease.running_leg.worker
@@ -326,7 +337,7 @@ def charges(router: Router, name: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_both_workers_are_charged_at_once_and_released_in_turn(stream: bool) -> None:
     router = make_router(disaggregate_above=1)
-    lease = placed(router.submit(ask(1000, 50, stream=stream), 0.0))
+    lease = placed(router.submit(make_info(1000, 50, stream=stream), 0.0))
     assert charges(router, "p0") == (1, 1, 1000, 0, 1000, 0)
     assert charges(router, "d0") == (1, 0, 0, 50, 1050, 0)
     router.leases.record_first_token(lease, 0.1)  # ignored: nothing was sent there yet
@@ -354,7 +365,7 @@ def test_legs_teach_prefill_pace_and_transfer_time() -> None:
     router = make_router(disaggregate_above=1)
     for at in range(40):
         now = at * 10.0
-        lease = placed(router.submit(ask(2000, 50), now))
+        lease = placed(router.submit(make_info(2000, 50), now))
         router.leases.end_prefill(lease, now + 0.8, Usage(2000))
         step_s = lease.worker.pace.step_s(0)
         router.leases.record_first_token(lease, now + 0.8 + 0.3 + step_s)
@@ -363,7 +374,7 @@ def test_legs_teach_prefill_pace_and_transfer_time() -> None:
     assert prefill.pace.first_token_s(2000) == pytest.approx(0.8, rel=0.1)
     assert router.placer.transfer_times(MODEL).all.seconds(2000) == pytest.approx(0.3, rel=0.1)
     assert decode.pace.prefills == 0  # no prefill ran on it
-    lease = placed(router.submit(ask(2000, 50), 999.0))
+    lease = placed(router.submit(make_info(2000, 50), 999.0))
     assert present(lease.decision.handover).transfer_s == pytest.approx(0.3, rel=0.1)
     assert lease.decision.predicted_ttft_s == pytest.approx(1.1, rel=0.15)
 
@@ -372,7 +383,7 @@ def test_end_without_a_stream_teaches_the_decode_step_time() -> None:
     router, now = make_router(disaggregate_above=1), 0.0
     pace = worker_of(router, "d0").pace
     for _ in range(80):
-        lease = placed(router.submit(ask(LONG, 100, stream=False), now))
+        lease = placed(router.submit(make_info(LONG, 100, stream=False), now))
         now += 1.0
         router.leases.end_prefill(lease, now, None)
         now += present(lease.decision.handover).transfer_s + 100 * 0.03
@@ -388,13 +399,13 @@ def test_end_without_a_stream_teaches_the_decode_step_time() -> None:
 def test_cached_tokens_of_a_handover_count_for_the_prefill_worker() -> None:
     router = make_router(disaggregate_above=1)
     prefix = tuple(range(8))
-    lease = placed(router.submit(ask(1000, prefix=prefix), 0.0))
+    lease = placed(router.submit(make_info(1000, prefix=prefix), 0.0))
     router.leases.end_prefill(lease, 0.5, Usage(1000, 1, 0))
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(1000, 50, 900))
     assert not worker_of(router, "d0").reports_cache
     before = worker_of(router, "p0").pace.missing
     for _ in range(20):
-        info = ask(9000, prefix=prefix)
+        info = make_info(9000, prefix=prefix)
         lease = placed(router.submit(info, 2.0))
         router.leases.end_prefill(lease, 2.5, Usage(9000, 1, 1))
         router.leases.finish(lease, 3.0, Outcome.DONE)
@@ -413,13 +424,13 @@ def explained(router: Router, info: RequestInfo) -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize("rule", RULES)
 def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
     router = make_router(disaggregate_above=100, policy=rule)
-    route, by = explained(router, ask(1000))
+    route, by = explained(router, make_info(1000))
     assert route == "p0>d0"
     for prompt, whether in (
         (1000, HandoverVerdict.HANDED_OVER),
         (50, HandoverVerdict.NOT_WORTH_IT),
     ):
-        decision = router.placer.explain(ask(prompt), 0.0)
+        decision = router.placer.explain(make_info(prompt), 0.0)
         assert isinstance(decision, Decision)
         assert decision.whether == whether
     assert by["p0"] == "prefills only"
@@ -434,14 +445,14 @@ def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
 def test_no_handover_to_a_worker_that_would_fetch_too_late() -> None:
     """Its own prefills come first, and the blocks would have expired by then."""
     router = make_router(disaggregate_above=1, transfer_within_s=24.0)
-    assert placed(router.submit(ask(LONG), 0.0)).prefill is not None
+    assert placed(router.submit(make_info(LONG), 0.0)).prefill is not None
     decode = worker_of(router, "d0")
     decode.pace.token_s = 1e-3
     placed(router.submit(whole(30_000), 0.0))
-    alone = placed(router.submit(ask(LONG), 0.0))
+    alone = placed(router.submit(make_info(LONG), 0.0))
     assert alone.prefill is None
     router.leases.finish(alone, 0.0, Outcome.MOOT)
-    later = placed(router.submit(ask(LONG), 10.0))  # a third of the prefill is done
+    later = placed(router.submit(make_info(LONG), 10.0))  # a third of the prefill is done
     assert later.prefill is not None
 
 
@@ -451,13 +462,13 @@ def test_no_handover_if_the_transfer_outlasts_the_blocks(above: int | None) -> N
     place_decoding(router, count=1)
     for _ in range(50):
         router.placer.transfer_times(MODEL).all.learn(LONG, 30.0)
-    assert placed(router.submit(ask(LONG), 0.0)).prefill is None
-    assert placed(router.submit(ask(LONG // 2), 0.0)).prefill is not None or above is None
+    assert placed(router.submit(make_info(LONG), 0.0)).prefill is None
+    assert placed(router.submit(make_info(LONG // 2), 0.0)).prefill is not None or above is None
 
 
 def test_time_spent_reduces_the_time_left_to_fetch() -> None:
     router = make_router(decodes=2, disaggregate_above=1, transfer_within_s=24.0)
-    lease = placed(router.submit(ask(LONG), 0.0))
+    lease = placed(router.submit(make_info(LONG), 0.0))
     busy_one, halves = lease.worker, lease.decision.handover
     present(halves).transfer_s = 5.0
     router.leases.end_prefill(lease, 1.0, None)
@@ -476,7 +487,7 @@ def test_only_decode_worker_is_used_while_down_within_the_limit(
     spent_s: float, reconsidered: bool
 ) -> None:
     router = make_router(disaggregate_above=1, transfer_within_s=24.0)
-    lease = placed(router.submit(ask(LONG), 0.0))
+    lease = placed(router.submit(make_info(LONG), 0.0))
     router.leases.end_prefill(lease, 1.0, None)
     lease.worker.up = False
     found = router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=spent_s)
@@ -489,7 +500,7 @@ def test_prefix_is_recorded_for_the_final_decode_worker_only(stream: bool) -> No
     prefix, had = tuple(range(1, 9)), {"d0": 2, "d1": 3}
     for name, blocks in had.items():
         router.fleet.roster.prefixes.record(prefix[:blocks], worker_of(router, name).index)
-    lease = placed(router.submit(ask(LONG, prefix=prefix, stream=stream), 0.0))
+    lease = placed(router.submit(make_info(LONG, prefix=prefix, stream=stream), 0.0))
     router.leases.end_prefill(lease, 1.0, None)
     first = lease.worker
     first.up = False
@@ -514,7 +525,7 @@ def test_transfer_time_is_learnt_per_pair() -> None:
         times.learn("p0", "d0", LONG, 30.0)
         times.learn("p0", "d1", LONG, 0.01)
     for _ in range(3):
-        lease = placed(router.submit(ask(LONG), 0.0))
+        lease = placed(router.submit(make_info(LONG), 0.0))
         assert lease.decision.route == "p0>d1"
         assert present(lease.decision.handover).transfer_s == pytest.approx(0.01, rel=0.3)
         router.leases.finish(lease, 0.0, Outcome.MOOT)
@@ -528,12 +539,12 @@ def test_handover_avoids_a_full_decode_worker(rule: str) -> None:
         router.fleet.roster.drain(name, draining=False)
         router.fleet.roster.drain("d1" if name == "d0" else "d0")
         for prompt in prompts:  # d0 has fewer requests and less room
-            lease = placed(router.submit(ask(prompt), 0.0))
+            lease = placed(router.submit(make_info(prompt), 0.0))
             router.leases.end_prefill(lease, 1.0, None)
             router.leases.record_first_token(lease, 1.0)
     router.fleet.roster.drain("d0", draining=False)
     for _ in range(3):
-        assert placed(router.submit(ask(5000), 2.0)).decision.route == "p0>d1"
+        assert placed(router.submit(make_info(5000), 2.0)).decision.route == "p0>d1"
 
 
 # Waiting for KV cache room
@@ -546,7 +557,7 @@ def fill_cache(router: Router) -> None:
     """Fill a decode worker's KV cache with shorts so that a large prompt has no room."""
     for worker in router.fleet.roster:
         worker.kv_capacity = CACHE
-    for lease in [placed(router.submit(ask(1000, 1000), 0.0)) for _ in range(20)]:
+    for lease in [placed(router.submit(make_info(1000, 1000), 0.0)) for _ in range(20)]:
         router.leases.record_first_token(lease, 0.0)
 
 
@@ -554,7 +565,7 @@ def fill_cache(router: Router) -> None:
 def test_request_without_room_is_served_whole_after_a_wait(rule: str) -> None:
     router = make_router(disaggregate_above=1500, queue_wait_s=30.0, policy=rule)
     fill_cache(router)
-    ticket = waits(router.submit(ask(110_000, 500), 1.0))
+    ticket = waits(router.submit(make_info(110_000, 500), 1.0))
     assert router.pop_due(15.0) == []
     ended, lease = pop_one(router, 16.0)
     assert ended is ticket
@@ -572,15 +583,15 @@ def test_short_prompt_does_not_wait_for_room() -> None:
     for worker in router.fleet.roster:
         worker.pace.token_s, worker.pace.fixed_s = 1e-4, 0.02
         worker.reprice()
-    lease = placed(router.submit(ask(20), 1.0))
+    lease = placed(router.submit(make_info(20), 1.0))
     assert (lease.worker, lease.prefill) == (decode, None)
-    waits(router.submit(ask(LONG), 1.0))
+    waits(router.submit(make_info(LONG), 1.0))
 
 
 def test_requests_without_room_are_served_whole_one_at_a_time() -> None:
     router = make_router(disaggregate_above=1500, queue_wait_s=30.0)
     fill_cache(router)
-    tickets = [waits(router.submit(ask(110_000, 500), 1.0)) for _ in range(3)]
+    tickets = [waits(router.submit(make_info(110_000, 500), 1.0)) for _ in range(3)]
     first, lease = pop_one(router, 20.0)
     assert first is tickets[0]
     assert router.pop_due(21.0) == []
@@ -595,4 +606,4 @@ def test_requests_of_other_clients_that_decode_count_for_a_handover(running: int
     router = make_router()
     for second in (1.0, 2.0):
         router.fleet.health.set_gauges("d0", Gauges(at=second, running=running))
-    assert (placed(router.submit(ask(1000), 2.0)).prefill is not None) is bool(running)
+    assert (placed(router.submit(make_info(1000), 2.0)).prefill is not None) is bool(running)

@@ -14,14 +14,14 @@ from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank
-from tests.proxy.core.making import ask, idle, placed, router_of, spec, worker_of
+from tests.proxy.core.making import idle, make_info, placed, router_of, spec, worker_of
 
 PREFIX = tuple(range(1, 9))
 TRIED_AT = MIN_OPEN_S  # when the trial is due
 
 
 def cached(prompt: int = 1000) -> RequestInfo:
-    return ask(prompt, prefix=PREFIX)
+    return make_info(prompt, prefix=PREFIX)
 
 
 def failed_fleet(*, prompt: int = 1000, **settings: Any) -> Router:
@@ -122,10 +122,10 @@ def test_request_that_needs_its_time_is_no_trial() -> None:
     info = cached()
     info.deadline = TRIED_AT + 60.0
     assert submit(router, TRIED_AT, info).worker.name == "b"
-    long = ask(40_000, prefix=tuple(range(1, 109)))
+    long = make_info(40_000, prefix=tuple(range(1, 109)))
     router.fleet.roster.expect_prefix(long, worker_of(router, "b"))
     assert submit(router, TRIED_AT, long).worker.name == "b", "its cache saves seconds"
-    assert submit(router, TRIED_AT, ask(40_000)).worker.name == "a", "it has no cache to lose"
+    assert submit(router, TRIED_AT, make_info(40_000)).worker.name == "a", "it has no cache to lose"
 
 
 def test_admission_refuses_no_request_because_of_a_trial() -> None:

@@ -16,7 +16,7 @@ from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared import limits as tenancy
 from proxy.processes.shared.limits import FULL_READ_INTERVAL_S, READ_INTERVAL_S
 from proxy.processes.shared.process_sheet import ProcessSheet, TenantRow
-from tests.proxy.core.making import ask, placed, refused, spec, waits
+from tests.proxy.core.making import make_info, placed, refused, spec, waits
 from tests.proxy.processes.tenant_load import TenantLoad
 from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
@@ -46,7 +46,7 @@ def submit_in_turn(
     group: VirtualGroup, index: int, name: str = "t", prompt: int = 100, output: int = 50
 ) -> Lease | Ticket | Refusal:
     """Submit a request of a tenant without ending the turn."""
-    info = ask(prompt, output)
+    info = make_info(prompt, output)
     info.tenant, info.rank = tenant(group, index, name), Rank.STANDARD
     return group.routers[index].submit(info, group.now)
 
@@ -194,7 +194,7 @@ def test_shares_count_service_in_all_processes(make_processes: MakeGroup) -> Non
     for lease in leases[:2]:
         group.finish(0, lease)
     group.now += 1.0
-    dispatched = [ticket.ask.tenant for ticket, _ in group.routers[1].pop_due(group.now)]
+    dispatched = [ticket.info.tenant for ticket, _ in group.routers[1].pop_due(group.now)]
     assert dispatched == [tenant(group, 1, "none"), second]
 
 

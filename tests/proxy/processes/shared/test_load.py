@@ -26,7 +26,7 @@ from proxy.processes.shared.process_sheet import ProcessSheet
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S, SETTLE_S
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.present import present
-from tests.proxy.core.making import ask, placed, refused, spec, waits
+from tests.proxy.core.making import make_info, placed, refused, spec, waits
 from tests.proxy.processes.virtual_group import HostGroup, MakeGroup, VirtualGroup
 
 
@@ -58,7 +58,7 @@ def wake_supervisor(group: VirtualGroup) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda group: group.routers[0].submit(ask(LARGE_PREFILL_TOKENS), group.now),
+        lambda group: group.routers[0].submit(make_info(LARGE_PREFILL_TOKENS), group.now),
         lambda group: group.open_breaker(0, "a"),
         lambda group: group.routers[0].queue.elsewhere.report_change(),
         wake_supervisor,
@@ -69,7 +69,7 @@ def test_urgent_changes_are_found_before_they_are_written(
 ) -> None:
     sharing = host.sharings[0]
     host.end_turn()
-    placed(host.routers[0].submit(ask(), host.now))
+    placed(host.routers[0].submit(make_info(), host.now))
     assert not sharing.has_urgent()
     change(host)
     assert sharing.has_urgent()
@@ -87,9 +87,9 @@ def test_starts_and_ends_of_large_prompts_are_urgent(host: VirtualGroup) -> None
         sharing.table.awaits_urgent = True
         return found
 
-    small = [router.submit(ask(LARGE_PREFILL_TOKENS - 1), host.now) for _ in range(20)]
+    small = [router.submit(make_info(LARGE_PREFILL_TOKENS - 1), host.now) for _ in range(20)]
     assert not is_urgent()
-    large = [placed(router.submit(ask(LARGE_PREFILL_TOKENS), host.now)) for _ in range(2)]
+    large = [placed(router.submit(make_info(LARGE_PREFILL_TOKENS), host.now)) for _ in range(2)]
     assert is_urgent()
     router.leases.record_first_token(large[0], host.now)
     assert is_urgent()
@@ -103,7 +103,7 @@ def test_starts_and_ends_of_large_prompts_are_urgent(host: VirtualGroup) -> None
 def test_worker_limit_holds_across_processes(make_all: MakeGroup) -> None:
     group = make_all(2, spec("a", most=3), queue_wait_s=5.0)
     leases = [group.submit(0), group.submit(1), group.submit(0)]
-    ticket = waits(group.routers[1].submit(ask(), group.now))
+    ticket = waits(group.routers[1].submit(make_info(), group.now))
     assert not [*group.routers[1].pop_due(group.now)]
     group.finish(0, leases[0])
     [(found, lease)] = group.routers[1].pop_due(group.now)
@@ -115,7 +115,7 @@ def test_charges_of_a_dead_process_are_released(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a", most=2), queue_requests=0)
     group.submit(0)
     group.submit(0)
-    assert refused(group.routers[1].submit(ask(), group.now)).status == 429
+    assert refused(group.routers[1].submit(make_info(), group.now)).status == 429
     group.crash(0)
     group.now += 1
     group.submit(1)
@@ -182,7 +182,7 @@ def test_load_is_read_once_per_interval(make_processes: MakeGroup) -> None:
     group.submit(0)
     group.sharings[1].take_in_charges(group.now)
     before = group.now
-    group.routers[0].submit(ask(), group.now)
+    group.routers[0].submit(make_info(), group.now)
     for callback in group.callbacks:
         callback()
     group.sharings[1].take_in_charges(before)
@@ -216,7 +216,7 @@ def test_limit_check_reads_one_number_per_process(
     for index in range(3):
         decision = Decision(group.worker(index, "a"), Reason.LEAST_LOADED)
         for _ in range(2):
-            group.routers[index].fleet.charge(ask(), decision, group.now)
+            group.routers[index].fleet.charge(make_info(), decision, group.now)
     assert a.requests == 0
     assert group.sharings[3].is_filled_by_others(a, group.now)
     assert a.requests == 6
@@ -237,7 +237,7 @@ def test_burst_within_a_turn_keeps_the_limit(
     order = [index for index in range(size) for _ in range(burst)]
     if turns == "all at once":
         order = [*range(size)] * burst
-    answers = [group.routers[index].submit(ask(), group.now) for index in order]
+    answers = [group.routers[index].submit(make_info(), group.now) for index in order]
     served = Counter(answer.worker.name for answer in answers if isinstance(answer, Lease))
     assert served == {"a": max_requests, "b": max_requests}
     group.read_all()
@@ -249,7 +249,7 @@ def test_burst_of_handovers_keeps_the_limits(make_processes: MakeGroup) -> None:
     sides = spec("p", Role.PREFILL, most=3), spec("d", Role.DECODE, most=5)
     group = make_processes(3, *sides, queue_wait_s=5.0, transfer=True, disaggregate_above=1)
     group.read_all()
-    answers = [router.submit(ask(), group.now) for router in group.routers for _ in range(20)]
+    answers = [router.submit(make_info(), group.now) for router in group.routers for _ in range(20)]
     leases = [answer for answer in answers if isinstance(answer, Lease)]
     handed_over = sum(lease.decision.handover is not None for lease in leases)
     assert handed_over == 3
@@ -263,7 +263,7 @@ def test_moved_decode_legs_keep_the_limit(make_all: MakeGroup) -> None:
     legs: list[tuple[int, Lease]] = []
     for number in range(12):
         router = group.routers[number % 2]
-        legs.append((number % 2, placed(router.submit(ask(), group.now))))
+        legs.append((number % 2, placed(router.submit(make_info(), group.now))))
         group.end_turn()
         group.read_all()
     assert group.worker(0, "d2").requests == 6
@@ -290,8 +290,8 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
         monkeypatch.setattr(HandoverOffer, name, lambda *_: False)
     for _ in range(3):
         decision = Decision(group.worker(0, "d"), Reason.LEAST_LOADED)
-        group.routers[0].fleet.charge(ask(), decision, group.now)
-    info = ask(1000)
+        group.routers[0].fleet.charge(make_info(), decision, group.now)
+    info = make_info(1000)
     placer = group.routers[1].placer
     _, decision = placer.decide(info, group.now, FIRST_ATTEMPT, late=True)
     assert decision is None

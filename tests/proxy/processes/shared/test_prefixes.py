@@ -13,7 +13,7 @@ from proxy.core.model.types import Outcome
 from proxy.processes.shared import prefixes as shared_prefixes
 from proxy.processes.shared.process_sheet import LOG, WORD
 from proxy.processes.shared.shared_memory import SharedTable
-from tests.proxy.core.making import ask, placed, spec
+from tests.proxy.core.making import make_info, placed, spec
 from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 WORKERS = tuple(spec(f"w{i}") for i in range(5))
@@ -21,7 +21,7 @@ WORKERS = tuple(spec(f"w{i}") for i in range(5))
 
 def submit(group: VirtualGroup, index: int, prefix: tuple[int, ...]) -> str:
     """Place a prompt with this prefix; return its worker's name."""
-    lease = placed(group.routers[index].submit(ask(4000, prefix=prefix), group.now))
+    lease = placed(group.routers[index].submit(make_info(4000, prefix=prefix), group.now))
     group.end_turn()
     group.finish(index, lease)
     group.now += 1.0
@@ -41,7 +41,7 @@ def test_conversation_stays_on_its_worker_in_any_process(make_all: MakeGroup) ->
 def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
     group = make_all(3, *WORKERS)
     for number in range(12):
-        info = ask(4000, prefix=(1, 2, 3, *range(10, 20 + number)))
+        info = make_info(4000, prefix=(1, 2, 3, *range(10, 20 + number)))
         info.session = 7
         lease = placed(group.routers[number % 3].submit(info, group.now))
         group.end_turn()
@@ -58,7 +58,7 @@ def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGrou
     group = make_group(3, *WORKERS)
     keys: list[int] = [0]
     for number in range(6):
-        info, router = ask(400), group.routers[number % 3]
+        info, router = make_info(400), group.routers[number % 3]
         info.chained, info.session = True, keys[-1]
         lease = placed(router.submit(info, group.now))
         router.leases.record_response_id(lease, f"resp_{number}", group.now)
@@ -134,15 +134,17 @@ def test_handed_over_prefix_is_shared_after_the_first_token(make_all: MakeGroup)
     sides = spec("p0", Role.PREFILL), spec("d0", Role.DECODE)
     group = make_all(2, *sides, transfer=True, disaggregate_above=2000)
     prefix = tuple(range(1, 69))
-    lease = placed(group.routers[0].submit(ask(4000, prefix=prefix), group.now))
+    lease = placed(group.routers[0].submit(make_info(4000, prefix=prefix), group.now))
     group.end_turn()
-    other = placed(group.routers[1].submit(ask(4000, prefix=prefix), group.now))
+    other = placed(group.routers[1].submit(make_info(4000, prefix=prefix), group.now))
     assert (lease.prefill is None, other.prefill is None) == (False, False)
     group.finish(1, other, Outcome.CLIENT_GONE)
     group.routers[0].leases.end_prefill(lease, group.now, None)
     group.routers[0].leases.record_first_token(lease, group.now)
     group.end_turn()
-    assert placed(group.routers[1].submit(ask(4000, prefix=prefix), group.now)).prefill is None
+    assert (
+        placed(group.routers[1].submit(make_info(4000, prefix=prefix), group.now)).prefill is None
+    )
 
 
 def test_log_wraps_around() -> None:

@@ -12,14 +12,14 @@ from proxy.core.queue.urgency import Urgency
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from proxy.processes.shared.queue import HOLD_S
 from tests.present import present
-from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
+from tests.proxy.core.making import MODEL, make_info, placed, refused, spec, waits
 from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def wait(
     group: VirtualGroup, index: int, *, rank: Rank = Rank.STANDARD, long: bool = False
 ) -> Ticket:
-    info = ask(long=long)
+    info = make_info(long=long)
     info.rank = rank
     ticket = waits(group.routers[index].submit(info, group.now))
     group.end_turn()
@@ -39,8 +39,8 @@ def test_queue_limit_holds_across_processes(make_processes: MakeGroup) -> None:
     group.submit(0)
     for index in (0, 1, 1):
         wait(group, index)
-    assert refused(group.routers[0].submit(ask(), group.now)).status == 429
-    assert refused(group.routers[1].submit(ask(), group.now)).status == 429
+    assert refused(group.routers[0].submit(make_info(), group.now)).status == 429
+    assert refused(group.routers[1].submit(make_info(), group.now)).status == 429
     group.restart(1)  # its tickets are gone
     group.now += 1
     wait(group, 0)
@@ -49,18 +49,18 @@ def test_queue_limit_holds_across_processes(make_processes: MakeGroup) -> None:
 def test_queue_bytes_and_tokens_count_across_processes(make_processes: MakeGroup) -> None:
     group = make_processes(2, spec("a", most=1), queue_bytes=1000, queue_tokens=500)
     group.submit(0)
-    waits(group.routers[0].submit(ask(100, size=600), group.now))
+    waits(group.routers[0].submit(make_info(100, size=600), group.now))
     group.end_turn()
-    assert refused(group.routers[1].submit(ask(100, size=600), group.now)).status == 429
+    assert refused(group.routers[1].submit(make_info(100, size=600), group.now)).status == 429
     group.read_all()
-    waits(group.routers[1].submit(ask(300, size=100), group.now))
+    waits(group.routers[1].submit(make_info(300, size=100), group.now))
     group.end_turn()
-    assert refused(group.routers[0].submit(ask(300, size=100), group.now)).status == 429
+    assert refused(group.routers[0].submit(make_info(300, size=100), group.now)).status == 429
 
 
 def submit(group: VirtualGroup, index: int, name: str, **fields: int) -> Lease | Ticket | Refusal:
     """Submit a request of a tenant, and end the turn."""
-    info = ask(**fields)
+    info = make_info(**fields)
     info.tenant = group.routers[index].tenants.get(name)
     answer = group.routers[index].submit(info, group.now)
     group.end_turn()
@@ -123,7 +123,7 @@ def test_no_key_decides_between_tenants_in_two_processes(
     group.set_tenants(*map(TenantSpec, names))
     for index, name in enumerate(names):
         router = group.routers[index]
-        info = ask()
+        info = make_info()
         info.tenant = router.tenants.get(name)
         key = group.now + (0.0 if name == urgent else 5.0)
         router.queue.push(info, group.now, urgency=Urgency(key=key))
@@ -217,7 +217,7 @@ def test_spare_capacity_counts_requests_of_other_processes(make_all: MakeGroup) 
     lease = group.submit(1)
     group.read_all()
     assert not has_spare_capacity(group.routers[0], MODEL, group.now), "the worker is busy"
-    ticket = waits(group.routers[1].submit(ask(), group.now))
+    ticket = waits(group.routers[1].submit(make_info(), group.now))
     group.end_turn()
     group.finish(1, lease)
     group.read_all()
@@ -246,7 +246,7 @@ def begin_session(group: VirtualGroup) -> Lease:
 
 def wait_for_cache(group: VirtualGroup) -> Ticket:
     """Let the session's next turn wait in process 0."""
-    turn = ask(100_000, 50, long=True, prefix=PREFIX)
+    turn = make_info(100_000, 50, long=True, prefix=PREFIX)
     turn.session = 5
     ticket = waits(group.routers[0].submit(turn, group.now))
     group.end_turn()
@@ -255,7 +255,7 @@ def wait_for_cache(group: VirtualGroup) -> Ticket:
 
 def take_slot(group: VirtualGroup, before: Lease) -> Lease:
     """Let process 1 place a request on the worker of a lease."""
-    pinned = ask(100, 50)
+    pinned = make_info(100, 50)
     pinned.pinned = before.worker.name
     lease = placed(group.routers[1].submit(pinned, group.now))
     group.routers[1].leases.record_first_token(lease, group.now)
@@ -290,7 +290,7 @@ def test_turn_that_waits_for_a_cache_gives_way_to_other_processes(
     running = begin_session(group)
     tickets = [wait_for_cache(group) for _ in range(2)]
     assert due(group, 0) == tickets[1:]
-    pinned = ask(10)
+    pinned = make_info(10)
     pinned.pinned = running.worker.name
     waits(group.routers[1].submit(pinned, group.now))
     group.end_turn()

@@ -7,13 +7,13 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.processes.shared.shared_memory import LOOK_INTERVAL_S
 from proxy.processes.shared.traffic import EXCHANGE_INTERVAL_S
-from tests.proxy.core.making import MODEL, ask, placed, spec
+from tests.proxy.core.making import MODEL, make_info, placed, spec
 from tests.proxy.processes.virtual_group import MakeGroup, VirtualGroup
 
 
 def submit(group: VirtualGroup, index: int, *, long: bool) -> None:
     router = group.routers[index]
-    placed(router.submit(ask(20_000 if long else 100, long=long), group.now))
+    placed(router.submit(make_info(20_000 if long else 100, long=long), group.now))
     group.end_turn()
 
 

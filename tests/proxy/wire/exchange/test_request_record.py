@@ -8,7 +8,7 @@ from proxy.core.fleet.leases import Decision, HandoverDecision
 from proxy.core.model.types import Reason
 from proxy.metrics.registry import Metrics
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.core.making import ask
+from tests.proxy.core.making import make_info
 from tests.proxy.wire import scripts
 from tests.proxy.wire.raw_client import chat, get, request
 from tests.proxy.wire.site import Site, eventually
@@ -21,7 +21,7 @@ def metrics(site: Site) -> Metrics:
 
 async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metrics) -> None:
     record = RequestRecord()
-    record.ask = ask()
+    record.info = make_info()
     record.decision = Decision(site.worker(), Reason.ONLY_CHOICE)
     record.started = 1.0
     for now, tokens in ((2.0, 1), (2.5, 1), (4.0, 3)):  # three speculative tokens in one event
@@ -37,7 +37,7 @@ async def test_time_per_token_counts_tokens_not_events(site: Site, metrics: Metr
 
 async def test_single_token_has_no_time_per_token(metrics: Metrics) -> None:
     record = RequestRecord()
-    record.ask = ask()
+    record.info = make_info()
     record.record_tokens(2.0, metrics, 1)
     record.close(5.0, metrics, "completions", 200, None)
     [tpot] = metrics.tpot.values()
@@ -46,7 +46,7 @@ async def test_single_token_has_no_time_per_token(metrics: Metrics) -> None:
 
 async def test_real_and_predicted_ttft_start_at_arrival(site: Site, metrics: Metrics) -> None:
     record = RequestRecord()
-    record.ask = ask()
+    record.info = make_info()
     record.started = 1.0
     record.queue_s = 0.5
     for placed in (1.5, 3.0):  # the first leg failed
@@ -71,7 +71,7 @@ def stream_record(
 ) -> RequestRecord:
     """Return the record of a stream that came at 1, had its first token at 5, and ends at 12."""
     record = RequestRecord()
-    record.ask = ask()
+    record.info = make_info()
     record.started = 1.0
     record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25, handover=handover))
     if handover is not None:

@@ -99,7 +99,7 @@ class Stream:
         assert lease is not None
         body = dechunked(framed)
         return body, record.opening + record.tokens, lease.seen_tokens, lease.decode_tokens, (
-            self.metrics.router.sizer.learnt("tiny", ROUTE.name).outputs
+            self.metrics.router.sizer.learned("tiny", ROUTE.name).outputs
         ), self.client.is_over  # fmt: skip
 
 
@@ -161,7 +161,7 @@ async def test_whole_chunks_pass_unparsed() -> None:
     stream.receive(scripts.chunk(scripts.DONE))
     assert stream.passes
     stream.receive(scripts.LAST_CHUNK)
-    assert stream.metrics.router.sizer.learnt("tiny", ROUTE.name).output == 12
+    assert stream.metrics.router.sizer.learned("tiny", ROUTE.name).output == 12
     body, *_, outputs, is_over = stream.outcome()
     assert body == b"".join(TOKENS) + USAGE + scripts.DONE
     assert (outputs, is_over) == (1, True)
@@ -256,10 +256,10 @@ async def test_whole_response_equals_the_same_in_pieces(name: str, version: byte
             stream.receive(piece)
         assert stream.client.is_over
         assert stream.exchange.record.sent_bytes == len(stream.client.got)
-        learnt = stream.metrics.router.sizer.learnt("tiny", ROUTE.name)
+        learned = stream.metrics.router.sizer.learned("tiny", ROUTE.name)
         [(key, series)] = stream.metrics.requests.items()
         outcomes.append(
-            (stream.client.got, learnt.outputs, key, series.count, len(stream.metrics.recent))
+            (stream.client.got, learned.outputs, key, series.count, len(stream.metrics.recent))
         )
     assert outcomes[0] == outcomes[1] == outcomes[2]
     got, outputs, *_ = outcomes[0]

@@ -52,7 +52,7 @@ async def test_prompt_near_a_boundary_is_counted_by_a_worker(
     site.always(scripts.stream(3))  # without usage
     for _ in range(2):
         assert (await site.ask(NEAR)).status == 200
-        [count] = counts(site)  # the estimate has learnt from it
+        [count] = counts(site)  # the estimate has learned from it
     assert count.all(b"authorization") == [b"Bearer secret"]
     assert len(site.fakes["w0"].served) == served
 

@@ -13,7 +13,7 @@ from proxy.core.model.role import Role
 from proxy.transfer.types import LEASE_USED
 from proxy.wire.handover.prefill_leg import MAX_BODY_S
 from proxy.wire.timeouts import SLOW_STEP_S, decode_timeout_s, extra_timeout_s, response_timeout_s
-from tests.proxy.core.making import ask as ask_of
+from tests.proxy.core.making import make_info as info_of
 from tests.proxy.core.making import placed, router_of, spec, worker_of
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -181,15 +181,15 @@ def test_response_timeout_depends_on_expected_tokens() -> None:
     here = router_of(
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
     )
-    bounded = placed(here.submit(ask_of(5000, 100, stream=False), 0.0))
+    bounded = placed(here.submit(info_of(5000, 100, stream=False), 0.0))
     assert decode_timeout_s(bounded, inf) == inf
     assert decode_timeout_s(bounded, 24.0) == 24.0 + 100 * SLOW_STEP_S  # before any measurement
     pace = worker_of(here, "d0").pace
     pace.steps, pace.base_s, pace.each_s = 1.0, 0.01, 0.0
     assert decode_timeout_s(bounded, 24.0) == pytest.approx(24.0 + 4 * 1.0)
-    streamed = placed(here.submit(ask_of(5000, 100), 0.0))
+    streamed = placed(here.submit(info_of(5000, 100), 0.0))
     assert decode_timeout_s(streamed, 24.0) == 24.0
-    endless = placed(here.submit(ask_of(5000, None, stream=False), 0.0))
+    endless = placed(here.submit(info_of(5000, None, stream=False), 0.0))
     assert decode_timeout_s(endless, 24.0) > 1e9
     # The usual ten minutes detect a hang; long responses get more.
     assert response_timeout_s(bounded, 600.0) == pytest.approx(600.0 + 4 * 1.0)
@@ -203,7 +203,7 @@ def test_response_timeout_depends_on_expected_tokens() -> None:
 def test_computing_worker_gets_extra_time() -> None:
     here = router_of(spec("d0"))
     endless, streamed = (
-        placed(here.submit(ask_of(5000, None, stream=stream), 10.0)) for stream in (False, True)
+        placed(here.submit(info_of(5000, None, stream=stream), 10.0)) for stream in (False, True)
     )
     assert extra_timeout_s(endless, 610.0, 600.0) == 0.0
     worker_of(here, "d0").worked_at = 609.0
