@@ -40,11 +40,14 @@ def ignore(*_: Message) -> None: ...
 
 
 def make_server(
-    config: FleetConfig = CONFIG, channel: object = SimpleNamespace(send=ignore)
+    config: FleetConfig = CONFIG,
+    channel: object = SimpleNamespace(send=ignore),
+    processes: int = 1,
 ) -> ServerProcess:
-    """Return the process of a router of one."""
-    begin = Begin(1, config, config, SecretKeys.read(config, "fleet.yaml"), None, load, ())
-    return ServerProcess(begin, 0, SharedTable.make(1).fd, cast("Channel", channel))
+    """Return the first process of a router."""
+    keys = SecretKeys.read(config, "fleet.yaml")
+    begin = Begin(processes, config, config, keys, None, load, ())
+    return ServerProcess(begin, 0, SharedTable.make(processes).fd, cast("Channel", channel))
 
 
 @pytest.fixture
@@ -71,12 +74,11 @@ async def connect() -> AsyncIterator[Callable[..., Awaitable[tuple[Channel, Chan
 
 
 @pytest.mark.parametrize("draining", [True, False])
-async def test_drain_is_sent_before_the_admin_api_responds(
-    server: ServerProcess, draining: bool
-) -> None:
+async def test_drain_is_sent_before_the_admin_api_responds(draining: bool) -> None:
     """The next look at changes is up to 15 ms away."""
     sent: list[Message] = []
-    server._channel = cast("Channel", SimpleNamespace(send=sent.append))
+    server = make_server(channel=SimpleNamespace(send=sent.append), processes=2)
+    server.app.logs.close()
     server.app.leads = True
     server.app.fleet.roster.drain("x", draining=not draining)
     server._send_changes()
