@@ -16,8 +16,8 @@ from proxy.core.fleet.leases import Decision
 from proxy.core.model.types import Reason
 from proxy.setup.app import App
 from proxy.wire.exchange.request_record import RequestRecord
-from tests.proxy.core.making import make_info as request_info
-from tests.proxy.running import DEADLINE_S, entry, make_info, serving, wait_until_up, write_fleet
+from tests.proxy.core.making import make_info
+from tests.proxy.running import DEADLINE_S, ask, entry, serving, wait_until_up, write_fleet
 from tests.proxy.status_page.browser import Page, browser
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -103,7 +103,7 @@ class PageSite:
         return int(self.app.admin_url.rsplit(":", 1)[1])
 
     async def ask(self, text: str = "hi", *headers: bytes, model: str = "tiny") -> int:
-        return await make_info(self.app, chat(text, *headers, model=model, stream=True))
+        return await ask(self.app, chat(text, *headers, model=model, stream=True))
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ async def test_chosen_request_is_scrolled_into_view(site: PageSite, page: Page) 
     worker, began = next(iter(site.app.fleet.roster)), site.app.wire.clock() - 10.0
     for at in range(1250):  # concurrent, so each has its own lane
         record, now = RequestRecord(), began + at / 1000
-        record.started, record.info = now, request_info(prompt=200)
+        record.started, record.info = now, make_info(prompt=200)
         record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
         record.close(now + 5.0, site.app.metrics, "completions", 200, None)
         if at % 500 == 499:
@@ -317,7 +317,7 @@ async def test_page_draws_five_thousand_requests(
     for count in range(MINUTE):
         now = app.wire.clock() - rng.uniform(2.0, 30.0)  # recent enough for the window
         record = RequestRecord()
-        record.started, record.info = now, request_info(prompt=200)
+        record.started, record.info = now, make_info(prompt=200)
         record.place(now + 0.01, Decision(rng.choice(workers), Reason.LEAST_LOADED))
         for _ in range(30):
             now += rng.expovariate(20.0)
