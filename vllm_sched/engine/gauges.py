@@ -64,8 +64,9 @@ class EngineGauges:
             for policy, lane in zip(self.policies, lanes, strict=True):
                 key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)
-        for lane, count in by_policy[self.class_policy or 0].items():
-            name = ALL if self.class_policy is None else label_of(lane)
+        number = self.class_policy
+        for lane, count in by_policy[number or 0].items():
+            name = ALL if number is None else label_of(lane)
             self.by_name["prefill_backlog_tokens"][name,] += count.tokens
 
     def _add_running(self) -> None:

@@ -72,8 +72,8 @@ def choose_prefill(
 ) -> tuple[Worker, float, int] | None:
     """Return the first prefill worker to be done, its seconds and cached tokens.
 
-    Workers without a link to a decode worker are skipped; idle, they would always win. `tries`: one
-    that failed takes its place for a trial.
+    Workers without a link to a decode worker are skipped; idle, they would always win. `tries`: a
+    failed worker takes its place for a trial.
     """
     best: tuple[Worker, float, int] | None = None
     failed: list[Worker] = []

@@ -178,7 +178,7 @@ class ResponseWriter:
         return self._stream is not None and self._stream.is_complete
 
     def missing_end(self, info: RequestInfo | None) -> bytes | None:
-        """Return what ends a stream whose client has the rest of it; None if the client has not."""
+        """Return the bytes that end a stream if the client lacks only these; else None."""
         if self._stream is None:
             return None
         # Of several samples each has a finish reason, and the first ones are no longer kept.
