@@ -13,11 +13,11 @@ import uvloop
 
 from proxy.compiled import locate
 from proxy.config import FleetConfig, load
-from proxy.processes.child import freeze_objects
 from proxy.processes.signals import serve_until_signal
 from proxy.processes.size import process_count
 from proxy.processes.supervisor import Supervisor
 from proxy.setup.app import App
+from proxy.setup.memory import freeze_objects, keep_freed_memory
 from proxy.setup.settings import router_settings, specs, wire_settings
 from proxy.telemetry.logs import Logs
 
@@ -47,6 +47,7 @@ async def serve(
 ) -> int:
     """Run a router process until a signal stops it; return the exit status."""
     allow_connections()
+    keep_freed_memory()
     app = App(config, source, read=read)
     app.logs.take_over()
 

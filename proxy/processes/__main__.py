@@ -12,6 +12,7 @@ import sys
 import uvloop
 
 from proxy.processes.server_process import serve
+from proxy.setup.memory import keep_freed_memory
 
 
 def main() -> int:
@@ -19,6 +20,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s [{index}] %(message)s"
     )
+    keep_freed_memory()
     return uvloop.run(serve(index, table, socket.socket(fileno=line), socket.socket(fileno=admin)))
 
 

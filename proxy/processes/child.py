@@ -1,8 +1,7 @@
-"""A router process as its supervisor sees it, and garbage collection in router processes."""
+"""A router process as its supervisor sees it."""
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -26,9 +25,3 @@ class Child:
 
     def __repr__(self) -> str:
         return f"router process {self.index} ({self.process.pid})"
-
-
-def freeze_objects() -> None:
-    """Exclude all current objects from garbage collection; call it once everything is set up."""
-    gc.collect()
-    gc.freeze()

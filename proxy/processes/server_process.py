@@ -18,7 +18,6 @@ from proxy.errors import ProxyError
 from proxy.metrics.recent import RecentRequest, RequestFilter
 from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
-from proxy.processes.child import freeze_objects
 from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.ipc_messages import (
     Begin,
@@ -47,6 +46,7 @@ from proxy.processes.shared.sharing import share_router
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.signals import reload
 from proxy.setup.app import App
+from proxy.setup.memory import freeze_objects
 from proxy.setup.secrets import SecretKeys
 from proxy.status_page.recorder import LiveUpdate, UpdateRequest
 from proxy.wire.exchange.moves import MovedRequests
