@@ -122,7 +122,7 @@ def test_calibrate_recovers_known_step_times(
 ) -> None:
     cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
-    page += 'vllm_sched_info{policies="",x="y"} 1.0\n'
+    page += 'vllm_sched_info{policies="none",x="y"} 1.0\n'
     url = in_virtual_time(StepServer(TIME, budget=128, max_model_len=1024, metrics=page))
     saved = ("--save", cost, "--plot", picture)
     printed = program("calibrate", "--url", url, *SMALL, *saved, "--profile", "h200-8b").out

@@ -27,7 +27,9 @@ SETTLE_S: Final = 0.1
 # The vLLM metric whose labels contain the cache size.
 CACHE_PATTERN: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 LABEL_PATTERN: Final = re.compile(r'(\w+)="(\d+)"')
-POLICIES_PATTERN: Final = re.compile(r'^vllm_sched_info\{.*\bpolicies="(\w[^"]*)"', re.MULTILINE)
+POLICIES_PATTERN: Final = re.compile(
+    r'^vllm_sched_info\{.*\bpolicies="(?!none")([^"]+)"', re.MULTILINE
+)
 
 
 class MeasureError(VllmSchedError):
