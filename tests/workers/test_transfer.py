@@ -27,6 +27,8 @@ def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.Mon
     monkeypatch.setattr(transfer, "_factory", lambda: '"SharedStorageConnector"')
     assert not transfer.missing("shared-storage")
     assert transfer.missing("nixl").endswith("has no NixlConnector")
+    monkeypatch.setattr(transfer, "_factory", lambda: "")
+    assert not transfer.missing("mooncake")  # without vLLM the start of a worker fails
 
 
 def test_every_connector_of_the_router_has_vllms_class() -> None:
