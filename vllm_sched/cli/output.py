@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Final, cast
 
 from rich.console import Console
+from rich.table import Table
 
 from vllm_sched.cli.exits import lost_output
 from vllm_sched.errors import UsageError
+
+MIN_TABLE_WIDTH: Final = 80
 
 
 def require_folders(*paths: Path | None) -> None:
@@ -83,10 +86,14 @@ class LastingStream:
 class Output(Console):
     """Standard output or error: tables, and lines that are not cut to the terminal's width."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
         stream, failures = (sys.stderr, []) if stderr else (sys.stdout, lost_output)
         file = None if stream is None else cast("IO[str]", LastingStream(stream, failures))
-        super().__init__(file=file, stderr=stderr, markup=False, highlight=False)
+        super().__init__(file=file, stderr=stderr, width=width, markup=False, highlight=False)
+
+    def print_table(self, table: Table) -> None:
+        """Print a table for at least `MIN_TABLE_WIDTH` columns: less would cut off digits."""
+        Output(width=max(self.width, MIN_TABLE_WIDTH)).print(table)
 
     def print_text(self, text: str, style: str = "dim") -> None:
         self.print(text, style=style, soft_wrap=True)
