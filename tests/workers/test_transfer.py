@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy.transfer.registry import CONNECTORS
 from vllm_sched.workers import launch, transfer
 
 
@@ -26,6 +27,13 @@ def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.Mon
     monkeypatch.setattr(transfer, "_factory", lambda: '"SharedStorageConnector"')
     assert not transfer.missing("shared-storage")
     assert transfer.missing("nixl").endswith("has no NixlConnector")
+    monkeypatch.setattr(transfer, "_factory", lambda: "")
+    assert not transfer.missing("mooncake")  # without vLLM the start of a worker fails
+
+
+def test_every_connector_of_the_router_has_vllms_class() -> None:
+    for name in CONNECTORS:
+        assert transfer.class_of(name)
 
 
 def test_vllms_list_of_connectors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,13 @@ def classes(connector: str, mode: str = "pull") -> tuple[str, ...]:
 
 
 def missing(connector: str, mode: str = "pull") -> str:
-    """Return the vLLM class or package that a connector lacks here, or an empty text."""
-    if f'"{class_of(connector, mode)}"' not in _factory():
+    """Return the vLLM class or package that a connector lacks here, or an empty text.
+
+    Without vLLM nothing is missing: the start of a worker reports that.
+    """
+    if not (known := _factory()):
+        return ""
+    if f'"{class_of(connector, mode)}"' not in known:
         return f"the vLLM installed here has no {class_of(connector, mode)}"
     packages = PACKAGES.get(connector, ())
     if packages and not any(map(_importable, packages)):

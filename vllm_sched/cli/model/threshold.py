@@ -145,7 +145,7 @@ def run_threshold(args: argparse.Namespace) -> int:
         "dim",
     )
     for finding in findings:
-        console.print(_table(finding))
+        console.print_table(_table(finding))
         console.print_text(f"{finding.name}: {finding.verdict}", "")
     content = json.dumps(_to_json(source, time, args, findings), indent=1) + "\n"
     console.save(args.save, lambda path: write_whole(path, content))
