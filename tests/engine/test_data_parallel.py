@@ -31,7 +31,7 @@ MACHINE = StepTime(
 )
 TARGET_S, NOISE = 0.1, 0.02
 PROMPTS = (2_000, 12_000)
-SECONDS, LEARNT_S = 16.0, 5.0
+SECONDS, LEARNT_S = 22.0, 8.0
 
 
 @pytest.fixture(autouse=True)
