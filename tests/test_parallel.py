@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Plugins of installed packages take half of the time of such a run.
+NO_PLUGINS = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 CONFTEST = 'pytest_plugins = ["tests.parallel"]\n'
 SETTINGS = """
 [pytest]
-addopts = -ra -p no:cacheprovider -p no:schemathesis -p no:hypothesispytest --processes 2
+addopts = -ra -p no:cacheprovider --processes 2
 markers =
     engine
     browser
@@ -95,7 +98,7 @@ def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, *options],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=NO_PLUGINS,
     )  # fmt: skip
 
 

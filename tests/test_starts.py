@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.starts import MAX_STARTS
+from tests.test_parallel import NO_PLUGINS
 
 ROOT = Path(__file__).parents[1]
 # One process for each engine.
@@ -35,11 +36,11 @@ def test_the_starts_of_all_processes_are_counted(
     (tmp_path / "test_it.py").write_text(STARTS.format(count=count))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.starts", "-p", "no:cacheprovider",
-         "-p", "no:schemathesis", "-p", "no:hypothesispytest",
          "--rootdir", str(tmp_path), str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
+        env=NO_PLUGINS,
     )  # fmt: skip
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == status

@@ -152,7 +152,7 @@ def hybrid(policies: Policies, **options: Any) -> Engine:
 )
 def test_chunk_smaller_than_a_block_becomes_one_block(policies: Policies, largest: int) -> None:
     engine = hybrid(policies)
-    engine.run_decodes(300)
+    engine.run_decodes(60)
     engine.new(20_000, "long", priority=1)
     engine.steps_until_begun("long")
     assert not engine.off_boundary
@@ -164,7 +164,7 @@ def test_chunk_smaller_than_a_block_becomes_one_block(policies: Policies, larges
 
 def test_prompt_skips_steps_for_chunks_above_its_grants() -> None:
     engine = hybrid({"chunk_budget": {"chunk": 66}})  # an eighth of a block
-    engine.run_decodes(300)
+    engine.run_decodes(60)
     engine.new(20 * BLOCK, "long")
     steps = engine.steps_until_begun("long")
     assert engine.chunks["long"] == [BLOCK] * 20
@@ -174,7 +174,7 @@ def test_prompt_skips_steps_for_chunks_above_its_grants() -> None:
 @pytest.mark.parametrize("chunk", [64, 256, 512])
 def test_short_prompt_enters_while_a_long_one_skips_steps(chunk: int) -> None:
     engine = hybrid({"long_prompt": {}, "chunk_budget": {"chunk": chunk}})
-    engine.run_decodes(300)
+    engine.run_decodes(60)
     engine.new(90_000, "long")
     engine.steps(20)
     engine.new(600, "short")
@@ -186,7 +186,7 @@ def test_short_prompt_enters_while_a_long_one_skips_steps(chunk: int) -> None:
 
 def test_urgent_prompt_enters_beside_a_normal_one() -> None:
     engine = hybrid({"lanes": {}, "chunk_budget": {"chunk": 512}})
-    engine.run_decodes(300)
+    engine.run_decodes(60)
     engine.new(90_000, "normal")
     engine.steps(20)
     engine.new(600, "urgent", priority=-1)
@@ -196,7 +196,7 @@ def test_urgent_prompt_enters_beside_a_normal_one() -> None:
 @pytest.mark.parametrize("chunk", [66, 512])
 def test_prompt_passes_another_with_a_pending_connector_lookup(chunk: int) -> None:
     engine = hybrid({"chunk_budget": {"chunk": chunk}}, connector="SimulatedConnector")
-    engine.run_decodes(300)
+    engine.run_decodes(60)
     engine.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
         (None if request.request_id == "pending" else 0, False)
     )

@@ -18,7 +18,7 @@ import yaml
 
 from grafana.build import BOARDS
 from grafana.panels import series
-from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, program
+from tests.prometheus.tools import ALERTS, GO, PROMETHEUS, RECORDED, program
 from vllm_sched.workers.launch import free_port
 
 START_TIMEOUT_S, ANSWER_TIMEOUT_S = 240.0, 480.0
@@ -91,7 +91,7 @@ class Prometheus:
             f"--web.listen-address={self._url.removeprefix('http://')}",
             "--log.level=warn",
         )
-        await stack.enter_async_context(process(*command, log=log))
+        await stack.enter_async_context(process(*command, log=log, **GO))
         await wait_until_ready(self._session, f"{self._url}/-/ready", log)
 
     async def ask(self, expr: str) -> list[Any]:

@@ -61,8 +61,8 @@ def parser(command: str = "") -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"vllm-sched {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    wanted = [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values())
-    for name in wanted:
+    every = [] if command == "--version" else dict.fromkeys(MODULES.values())
+    for name in [MODULES[command]] if command in MODULES else every:
         import_module(f"vllm_sched.cli.{name}").describe(commands)
     return top
 

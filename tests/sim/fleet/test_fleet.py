@@ -188,8 +188,8 @@ def test_full_decode_worker_does_not_stop_prefills(seats: int) -> None:
     """With few decode slots, the prefill worker must not idle."""
     args = {"launch": {"args": [f"--max-num-seqs={seats}"]}}
     fleet = simulated({"role": "prefill"}, {"role": "decode", **args}, transfer="nixl")
-    longs = [Request(2.0 * n, "long", 24_000, 200) for n in range(20)]
-    shorts = [Request(0.35 * n, "short", 100, 200) for n in range(100)]
+    longs = [Request(2.0 * n, "long", 24_000, 200) for n in range(10)]
+    shorts = [Request(0.35 * n, "short", 100, 200) for n in range(50)]
     requests = sorted((*longs, *shorts), key=lambda request: request.at)
     played = play(fleet, *requests)
     assert_complete(played.outcomes, len(requests))

@@ -18,7 +18,7 @@ from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow
 
 SIZES = (16, 64, 256)
-BEGINS_S, LASTS_S = FIRST / RATE, 1.0  # after each worker was probed, as in `benchmarks.fluid`
+BEGINS_S, LASTS_S = FIRST / RATE, 0.4  # after each worker was probed, as in `benchmarks.fluid`
 # Short answers, so that fleets of all sizes are fully busy by then.
 TRAFFIC = "500x20:0.9,20000x20:0.1"
 

@@ -151,7 +151,7 @@ def test_unequal_workers_are_placed_by_role() -> None:
 def test_fleet_file_of_unequal_workers_has_their_flags(tmp_path: Path) -> None:
     prefill, decode = unequal()
     asked = replace(
-        question("4000x100", "ttft:4000 tpot:40", effort=0.1, draws=2),
+        question("4000x100", "ttft:4000 tpot:40", effort=0.05, draws=2),
         machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,),
     )  # fmt: skip
     found = plan(asked, 6)

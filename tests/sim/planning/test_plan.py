@@ -325,9 +325,10 @@ def test_returned_rate_holds_for_other_draws() -> None:
     assert len(found.shares) == 6
     assert 0.9 <= found.spread[0] < found.spread[1]
 
+    others = [FleetSearch(replace(asked, seed=seed)) for seed in range(100, 106)]
+
     def served(rate: float) -> int:
         """Return how many of six other draws sustain this rate."""
-        others = (FleetSearch(replace(asked, seed=seed)) for seed in range(100, 106))
         runs = [each.trials.play(shape, rate, fine=True) for each in others]
         return sum(search.trials.is_good_enough(run, strict=False) for run in runs)
 
@@ -455,7 +456,8 @@ def test_exact_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def plain_plan() -> tuple[PlanQuestion, list[ServedRate]]:
     """Return a question and the ranking of the fluid engine: short and long pools are best."""
-    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
+    families_of_two = (ONE_POOL, SHORT_LONG)
+    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, families=families_of_two, effort=0.1)
     ranking = FleetSearch(asked).best(2)
     assert families(ranking)[0] == SHORT_LONG
     return asked, ranking
@@ -473,14 +475,15 @@ def test_exact_run_overrules_the_fluid_ranking(
     truly = exact_check.play_exactly
     asked, ranking = plain_plan
     monkeypatch.setattr(exact_check, "play_exactly", slower)
-    monkeypatch.setattr(exact_check, "MAX_EXACT_REQUESTS", 300)
+    monkeypatch.setattr(exact_check, "EXACT_REQUESTS", 100)
+    monkeypatch.setattr(exact_check, "MAX_EXACT_REQUESTS", 100)
     monkeypatch.setattr(FleetSearch, "best", lambda *_: ranking)
     found = plan(asked, 2, exact=True)
     # The best family of the fluid engine served nothing with real schedulers.
     assert families(found.ranking) == [ONE_POOL]
     (one_pool,) = (each for each in ranking if each.shape.family == ONE_POOL)
     assert found.best.rate <= one_pool.rate
-    assert found.best.run.all.arrived >= 300
+    assert found.best.run.all.arrived >= 100
     assert found.best.run.all.share >= asked.share
     assert {proof.share for proof in found.exact.values()} > {0.0}
     # The rate of one more GPU is measured with the same rule.
