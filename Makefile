@@ -49,11 +49,11 @@ test: setup ## run all tests, with real engines, and the data path's tests also 
 	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not browser" -k "not postgres" \
 		$(DATA_PATH) $(PLAIN_ONLY:%=--ignore=tests/proxy/%)
 
-check: setup ## run lint beside all short tests that need no engine, browser or compiler
+check: setup ## run lint beside all tests that need no engine, browser or compiler (5.5 min)
 	@$(MAKE) --no-print-directory --jobs 2 lint tests-alone
 
 tests-alone: setup
-	@$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not engine and not browser and not compiled and not long"
+	@$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not engine and not browser and not compiled"
 
 explore: setup ## run the property tests with new random examples
 	@$(BIN)/python -m pytest --hypothesis-profile=explore \

@@ -126,7 +126,6 @@ def run(python: Path, code: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.long
 def test_wheel_without_a_compiler_is_plain_and_works(clone: Path, tmp_path: Path) -> None:
     wheel = build(clone, CC="/nowhere/cc")
     assert wheel.name.endswith("-py3-none-any.whl")

@@ -154,7 +154,6 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         yield await stack.enter_async_context(scene.under_load())
 
 
-@pytest.mark.long
 async def test_every_panel_rule_route_and_reason_has_data(scene: Scene) -> None:
     remaining = {expr: origin for expr, origin in queries().items() if expr not in EMPTY}
     assert len(remaining) > 100

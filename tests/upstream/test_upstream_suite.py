@@ -13,8 +13,6 @@ import pytest
 
 from tests.upstream.run import OURS, UPSTREAM, Account, Classes, Run, run_upstream
 
-pytestmark = pytest.mark.long
-
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 

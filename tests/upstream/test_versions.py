@@ -26,7 +26,6 @@ def test_every_minor_version_of_the_range_has_a_tested_release() -> None:
     assert minors == {f"{major}.{minor}" for minor in range(first, end)}
 
 
-@pytest.mark.long
 def test_environment_has_its_own_vllm_and_shares_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,6 @@ def test_options_of_a_trace_are_saved(program: Program, tmp_path: Path) -> None:
     program("check", path)
 
 
-@pytest.mark.long
 def test_exact_plan_uses_real_schedulers_and_prints_no_vllm_logs() -> None:
     # In a new process, because vLLM logs such lines once.
     words = ["--gpus", "1", *ONE_POLICY, "--exact", *TARGETS]
