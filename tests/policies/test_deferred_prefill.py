@@ -63,10 +63,10 @@ class Driver:
             index=self.index,
             now=self.ms / 1000,
             budget=2048,
-            decodes=32 - free,
+            decode_tokens=32 - free,
             prefills=(),
             free_slots=free,
-            refused="head" if refused else None,
+            kv_blocked="head" if refused else None,
             running=32 - free if running is None else running,
             waiting=waiting,
             departed=departed,
@@ -419,8 +419,8 @@ def test_requests_that_arrive_in_a_pause_do_not_prolong_it() -> None:
     policy = DriverWithItlTarget(PAUSES).policy
     for paused_s, enters in ((0.0, True), (0.010, True), (0.029, True), (0.031, False)):
         step = Step(
-            index=1, now=paused_s, budget=2048, decodes=8, prefills=(), free_slots=4, running=8,
-            paused_s=paused_s,
+            index=1, now=paused_s, budget=2048, decode_tokens=8, prefills=(), free_slots=4,
+            running=8, paused_s=paused_s,
         )  # fmt: skip
         policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
         # Decodes resume after 10 ms for the prompt and 10 ms for their own step.

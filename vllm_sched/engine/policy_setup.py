@@ -47,7 +47,7 @@ def configured_policies(
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         max_num_seqs=scheduler.max_num_running_reqs,
         kv_cache=kv_cache_of(scheduler),
-        cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
+        chunked_prefill=bool(scheduler.scheduler_config.enable_chunked_prefill),
         pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
         orders_by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
     )
@@ -84,7 +84,7 @@ def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | N
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
-        cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
+        chunked_prefill=bool(config.scheduler_config.enable_chunked_prefill),
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
     defaults = getattr(scheduler_class, "default_policies", {})
@@ -158,7 +158,7 @@ def warn_of_idle_device(scheduler: Scheduler) -> None:
 
 def log_policies(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
     listed = "; ".join(
-        f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
+        f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.effective_settings().items())})"
         for policy in policies
     )
     logger.info(

@@ -76,7 +76,7 @@ class ChunkBudget(Policy):
 
     def __init__(self, facts: EngineFacts, settings: ChunkBudgetSettings) -> None:
         super().__init__(facts, settings)
-        if not facts.cuts_prompts:
+        if not facts.chunked_prefill:
             # A whole prompt would never fit into a small step.
             raise UsageError(
                 "chunk_budget sizes the chunks of prompts, and this engine reads them whole "
@@ -102,7 +102,7 @@ class ChunkBudget(Policy):
         self._long_steps = 0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
         self._prefill: PrefillSeconds | None = None  # None = only the budget limits prefill
 
     def fluid_effects(self) -> FluidEffects:
@@ -121,7 +121,7 @@ class ChunkBudget(Policy):
 
     def budget(self, step: Step) -> int:
         self._step, self._prefill = step, None
-        if not step.decodes:
+        if not step.decode_tokens:
             return self._with_decodes(step, step.budget)
         settings = self.settings
         if settings.chunk is not None:
@@ -146,8 +146,8 @@ class ChunkBudget(Policy):
         return self._with_decodes(step, max(tokens, settings.min_chunk))
 
     def _with_decodes(self, step: Step, tokens: int) -> int:
-        self._tokens = min(tokens, max(step.budget - step.decodes, 1))
-        return step.decodes + self._tokens
+        self._tokens = min(tokens, max(step.budget - step.decode_tokens, 1))
+        return step.decode_tokens + self._tokens
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         if (prefill := self._prefill) is None:

@@ -95,7 +95,7 @@ class DeferredPrefill(Policy):
         self._held_s = 0.0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
         self._admitted = 0
         self._prefill_s = 0.0  # predicted
 
@@ -127,7 +127,7 @@ class DeferredPrefill(Policy):
         self._admitted, self._prefill_s = 0, 0.0
         for request in step.prefills:
             self._predict_prefill(request)
-        if slots_full or step.refused is not None:
+        if slots_full or step.kv_blocked is not None:
             self._running_full = max(step.running + step.departed, 1)
         if self.learns:
             self._threshold.begin_step(step.index, self._running_full)
@@ -148,9 +148,9 @@ class DeferredPrefill(Policy):
     def _may_hold(self, step: Step, *, slots_full: bool) -> bool:
         if not self._threshold.may_hold:
             return False
-        if step.refused is None:
+        if step.kv_blocked is None:
             return slots_full
-        return self._held_since.get(step.refused) != RELEASED
+        return self._held_since.get(step.kv_blocked) != RELEASED
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Return CLOSED during a hold, and if the prompt does not fit into `itl_ms`."""

@@ -95,7 +95,7 @@ class Lanes(Policy):
         self._others_at = -math.inf  # last time that urgent or normal requests were present
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
         self._waiting: Mapping[str, LaneCount] = {}
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
@@ -114,7 +114,7 @@ class Lanes(Policy):
         if (left_s := targets_in(extra_args).first_s) is not None:
             self._left_s[request.request_id] = left_s
 
-    def due(self, request: RequestView, since: float) -> float:
+    def deadline(self, request: RequestView, since: float) -> float:
         return since + self._may_wait_s(request, self._step.now - since)
 
     def _may_wait_s(self, request: RequestView, waited: float) -> float:
@@ -242,7 +242,7 @@ class Lanes(Policy):
         if self._others_in_prefill or self._other_newcomer() is not None:
             return 0
         # While decodes pause for the prompt, it gets the whole step.
-        paused = step.decoding and not step.decodes
+        paused = step.decoding and not step.decode_tokens
         return step.budget if paused else self._shares.batch_share
 
     def _other_newcomer(self) -> RequestView | None:
@@ -252,7 +252,7 @@ class Lanes(Policy):
     def _share_of_overdue(self) -> int:
         """Leave other urgent and normal prompts what they can use, up to half of the step."""
         step = self._step
-        room = max(step.budget - step.decodes, 1)
+        room = max(step.budget - step.decode_tokens, 1)
         others = sum(
             request.num_tokens - request.num_computed_tokens
             for request in step.prefills
@@ -280,7 +280,7 @@ class Lanes(Policy):
             self._shares.limited_ranks = PLACES[URGENT], math.inf
         elif self._overdue.is_new(head.request_id):
             self._shares.limited_ranks = OVERDUE, PLACES[lane]
-        room = max(step.budget - step.decodes, 0)
+        room = max(step.budget - step.decode_tokens, 0)
         return room - min(step.tokens_left(head), room // 2)
 
     def gauges(self) -> Mapping[str, float]:

@@ -113,15 +113,16 @@ class LongPrompt(Policy):
         self._releases = 0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
+        self._step = Step(index=0, now=0.0, budget=budget, decode_tokens=0, prefills=())
         self._prompts = StepPrompts()
         self._chunk: LongChunk | None = None
         self._divide()
         # False if the gates must be asked before held requests are counted.
         self._counts_are_current = True
 
-    def resolved(self) -> dict[str, object]:
-        return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
+    def effective_settings(self) -> dict[str, object]:
+        threshold = self._lookups.threshold
+        return super().effective_settings() | {"long_prefill_token_threshold": threshold}
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
@@ -177,7 +178,7 @@ class LongPrompt(Policy):
         """Return the shorts in prefill, and the shorts that enter with all KV here."""
         shorts = [r for r in step.prefills if r.request_id not in self._longs]
         is_long = self._lookups.is_long
-        return shorts + [r for r in step.loaded() if not is_long(r, r.num_computed_tokens)]
+        return shorts + [r for r in step.loaded_requests() if not is_long(r, r.num_computed_tokens)]
 
     def _free_places(self, taken: int) -> int:
         free = self._places - taken
@@ -188,7 +189,7 @@ class LongPrompt(Policy):
 
     def _chunk_of(self, longs: Sequence[RequestView]) -> LongChunk | None:
         step = self._step
-        if not step.decodes and step.now - self._short_at > QUIET_S:
+        if not step.decode_tokens and step.now - self._short_at > QUIET_S:
             return None
         share = self.settings.long_prefill_share
         if share == "auto":
@@ -198,7 +199,7 @@ class LongPrompt(Policy):
 
     def _divide(self, passing: int = 0) -> None:
         step, prompts = self._step, self._prompts
-        stuck = prompts.blocked or step.refused in self._lookups
+        stuck = prompts.blocked or step.kv_blocked in self._lookups
         entering = 0 if stuck else min(prompts.waiting_longs.admissible, prompts.free_places)
         prompts.entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
@@ -208,8 +209,8 @@ class LongPrompt(Policy):
         self._counts_are_current = True
         self._step.recount_held()
         self._prompts.count_longs()
-        refused = self._step.refused is not None
-        self._prompts.blocked = refused and self._step.newcomer() is None
+        kv_blocked = self._step.kv_blocked is not None
+        self._prompts.blocked = kv_blocked and self._step.newcomer() is None
         self._divide(self._count_passing())
 
     def _count_passing(self) -> int:
@@ -229,7 +230,7 @@ class LongPrompt(Policy):
         if taken >= places or self._division.long_left <= 0:
             return Gate.CLOSED
         # Shorts need not wait behind longs that lack KV blocks.
-        stuck = self._step.refused in self._lookups
+        stuck = self._step.kv_blocked in self._lookups
         return Gate.LAST if stuck and not overdue else Gate.OPEN
 
     def _count_places_taken(self, head: RequestView) -> int:
@@ -238,10 +239,10 @@ class LongPrompt(Policy):
         return sum(each <= own for each in taken)
 
     def _loading(self) -> list[RequestView]:
-        loading = self._step.loading()
+        loading = self._step.loading_requests()
         return [r for r in loading if self._lookups.is_long(r, r.num_computed_tokens)]
 
-    def stays(self, lane: str, head: RequestView) -> bool:
+    def keeps_lane(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""
         return lane != SHORT or self._lookups.is_still_short(head)
 
@@ -258,7 +259,7 @@ class LongPrompt(Policy):
         self._lookups.forget(request.request_id)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        if not self._counts_are_current or self._step.decodes != self._division.decodes:
+        if not self._counts_are_current or self._step.decode_tokens != self._division.decode_tokens:
             self._divide_again()
         division = self._division
         if self._step.budget < division.budget:

@@ -106,7 +106,7 @@ class Rotation(Policy):
     def _plan(self) -> int:
         """Set the length of a turn; return the tokens that newcomers leave to prefills."""
         step = self._step
-        tokens = max(step.budget - step.decodes, 1)
+        tokens = max(step.budget - step.decode_tokens, 1)
         head = step.newcomer()
         peers, newcomers = self._best_class(head)
         turns = max(min(tokens // (self.settings.chunk or tokens), len(peers) + newcomers), 1)

@@ -40,7 +40,7 @@ class FakeRules:
     def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
         return (self.urgency[lane],)
 
-    def due(self, request: Request, since: float) -> float:
+    def deadline(self, request: Request, since: float) -> float:
         return since + self.left_s.get(request.num_tokens, 0.0)
 
     def adapter_without_slot(self, _: Request) -> int:
@@ -295,10 +295,10 @@ def test_refused_request_is_remembered_until_it_enters(stopped: bool) -> None:
         queue.stop_scan()
     for now in (1.0, 2.0):
         queue.end_step()
-        assert queue.refused is (None if stopped else request)
+        assert queue.kv_blocked is (None if stopped else request)
         queue.begin_step(now)
     queue.pop_request()
-    assert queue.refused is None
+    assert queue.kv_blocked is None
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
@@ -307,7 +307,7 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     rules, queue, requests = queue_of(5, 20, 30, 6, by_priority=by_priority)
     rules.urgency["long",] = -1.0
     queue.begin_step(1.0)
-    queue.refused = requests[1]
+    queue.kv_blocked = requests[1]
     rules.now = 3.0
     assert queue.peek_request() is requests[1]
     queue.stop_scan()
@@ -316,7 +316,7 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     queue.prepend_requests([requests[1]])
     assert not queue
     queue.end_step()
-    assert queue.refused is requests[1]
+    assert queue.kv_blocked is requests[1]
     assert queue.may_begin(requests[1])
     assert not queue.entered
     assert list(queue) == requests

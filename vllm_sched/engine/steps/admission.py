@@ -42,7 +42,7 @@ class Admission:
         self._note_gate = note_gate
         self._lanes: dict[str, LaneKey] | None = None  # of waiting requests, in this step
         self._num_running = 0  # requests in `running` that the policies know
-        self.has_deadlines = bool(hooks.due)
+        self.has_deadlines = bool(hooks.deadline)
         self._idle = False  # nothing runs or loads KV: every gate is open
         lora = scheduler.lora_config
         self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
@@ -150,8 +150,8 @@ class Admission:
                 return CLOSED, number
             if answer is not OPEN:
                 strictest = answer
-        for number, stays in self._hooks.stays:
-            if not stays(lanes[number], head):
+        for number, keeps_lane in self._hooks.keeps_lane:
+            if not keeps_lane(lanes[number], head):
                 return CLOSED, None  # it will move to its new lane
         return strictest, None
 
@@ -160,8 +160,8 @@ class Admission:
             urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
         )
 
-    def due(self, request: Request, since: float) -> float:
-        return max((due(request, since) for due in self._hooks.due), default=since)
+    def deadline(self, request: Request, since: float) -> float:
+        return max((deadline(request, since) for deadline in self._hooks.deadline), default=since)
 
     def adapter_without_slot(self, request: Request) -> int:
         if (slots := self.lora_slots) is None:

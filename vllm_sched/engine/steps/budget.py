@@ -50,7 +50,7 @@ class StepBudget:
         if not self._budgets:
             return StepLimit(most)
         # Requests with KV blocks always get their tokens, also with a prefill of one token.
-        needed = step.holding_kv * self._tokens_per_decode + step.decodes
+        needed = step.holding_kv * self._tokens_per_decode + step.decode_tokens
         needed += bool(step.holding_kv and step.prefills)
         limit = StepLimit(min(budget(step) for budget in self._budgets))
         if self._whole_images and limit.tokens < most:
@@ -76,7 +76,7 @@ class StepBudget:
             return None
         tokens = limit.tokens - limit.kept_for_image
         # vLLM serves the decodes in front first.
-        room = max(tokens - step.decodes, 0 if plan.decode_is_last else 1)
+        room = max(tokens - step.decode_tokens, 0 if plan.decode_is_last else 1)
         # Some KV may not have arrived: prefills get at least half.
         left = room - min(holding, room // 2)
         return left if self._blocks is None else max(left, min(self._blocks.block, room))
@@ -100,7 +100,7 @@ class StepBudget:
         vLLM leaves an image that does not fit to a larger step. Without one it would read the
         image in parts or, with drafts, never.
         """
-        tokens = left = max(wanted - step.decodes, 1)
+        tokens = left = max(wanted - step.decode_tokens, 1)
         prompts: list[Request] = [*step.prefills]
         if (head := self._admission.next_to_enter()) is not None:
             prompts.append(head)
@@ -109,8 +109,8 @@ class StepBudget:
             near = max(left, self._tokens_per_decode)
             if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
                 if request is prompts[0]:
-                    return StepLimit(max(wanted, step.decodes + least))
-                return StepLimit(max(wanted, step.decodes + tokens) + least, least)
+                    return StepLimit(max(wanted, step.decode_tokens + least))
+                return StepLimit(max(wanted, step.decode_tokens + tokens) + least, least)
             left -= request.num_tokens - request.num_computed_tokens
         return StepLimit(wanted)
 

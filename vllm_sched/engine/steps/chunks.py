@@ -79,7 +79,7 @@ class StepChunks:
         holds_blocks = not runs and request.num_computed_tokens > 0
         room = self._room if runs and self._room is not None else tokens
         if step.budget < self._token_limit:
-            granted = min(granted, step.budget - step.decodes - self._granted)
+            granted = min(granted, step.budget - step.decode_tokens - self._granted)
         wanted = max(min(granted, room), int(holds_blocks))
         if wanted <= 0:
             return 0
@@ -102,9 +102,9 @@ class StepChunks:
 
     def _has_other_work(self) -> bool:
         step = self._step
-        if self._given or step.decodes:
+        if self._given or step.decode_tokens:
             return True
-        if step.refused is not None or (head := self._admission.next_to_enter()) is None:
+        if step.kv_blocked is not None or (head := self._admission.next_to_enter()) is None:
             return False
         granted = self._least_chunk(head, 0, min(head.num_tokens, step.budget))
         self._take_back(head, granted)

@@ -26,7 +26,7 @@ class DecodePauses:
         if self._since is None:
             self._since = step.now
         self.steps += 1
-        step.decodes = 0
+        step.decode_tokens = 0
         for request in self._scheduler.running:
             if not request.is_prefill_chunk:
                 # vLLM increments its step before it compares: this skips one step.

@@ -46,7 +46,7 @@ class StepPlanner:
         self._scheduler = scheduler
         self._policies = policies
         self._kv_cache = policy_setup.kv_cache_of(scheduler)
-        self._may_cut = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._chunked_prefill = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self._blocks = None  # where chunks end at block boundaries
         if scheduler.need_mamba_block_aligned_split:
             self._blocks = BlockChunks(
@@ -77,17 +77,17 @@ class StepPlanner:
         kv_free = 1.0 - scheduler.kv_cache_manager.usage
         prefills, decoding, decode_is_last = self._order.sort(kv_free)
         self.admission.begin_step(now)
-        refused = self.admission.queue.refused
-        if refused is not None and self._has_room(refused, kv_free):
-            refused = None
+        kv_blocked = self.admission.queue.kv_blocked
+        if kv_blocked is not None and self._has_room(kv_blocked, kv_free):
+            kv_blocked = None
         step = Step(
             index=scheduler.current_step + 1,
             now=now,
             budget=scheduler.max_num_scheduled_tokens,
-            decodes=self._budget.decode_tokens(prefills, decoding),
+            decode_tokens=self._budget.decode_tokens(prefills, decoding),
             prefills=prefills,
             free_slots=scheduler.max_num_active_reqs - slots_taken(scheduler),
-            refused=None if refused is None else refused.request_id,
+            kv_blocked=None if kv_blocked is None else kv_blocked.request_id,
             running=len(scheduler.running),
             decoding=decoding,
             context_tokens=sum(map(computed_tokens, decoding)),
@@ -101,9 +101,9 @@ class StepPlanner:
             next_to_enter=self.admission.next_to_enter,
             recount_held=self.admission.recount_held,
             class_of=self.classes.of,
-            loading=self._loading_requests,
-            loaded=self._loaded,
-            cached_of=self.prefixes.recent_tokens,
+            loading_requests=self._loading_requests,
+            loaded_requests=self._loaded_requests,
+            cached_tokens_of=self.prefixes.recent_tokens,
         )
         self._departed = 0
         counts = self.admission.queue.lane_counts.by_policy
@@ -122,7 +122,7 @@ class StepPlanner:
 
     def chunks(self, plan: StepPlan, limit: StepLimit) -> StepChunks | None:
         """Return the step's chunks, None without chunked prefill."""
-        if not self._may_cut:
+        if not self._chunked_prefill:
             return None
         return StepChunks(
             plan.step,
@@ -159,7 +159,7 @@ class StepPlanner:
             return []
         return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
 
-    def _loaded(self) -> list[Request]:
+    def _loaded_requests(self) -> list[Request]:
         received = self._scheduler.finished_recving_kv_req_ids
         return [r for r in self._loading_requests() if r.request_id in received] if received else []
 

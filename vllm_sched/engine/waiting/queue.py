@@ -46,7 +46,7 @@ class LaneRules(Protocol):
 
     has_deadlines: bool
 
-    def due(self, request: Request, since: float) -> float:
+    def deadline(self, request: Request, since: float) -> float:
         """Return when a request that waits since then should enter."""
 
     def adapter_without_slot(self, request: Request) -> int:
@@ -85,7 +85,7 @@ class LaneQueue(RequestQueue):
         self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
-        self.refused: Request | None = None  # found no room in an earlier step
+        self.kv_blocked: Request | None = None  # found no room in an earlier step
         # Given no tokens by a policy in this step.
         self._without_tokens: Place | None = None
         self._was_scanned = False  # vLLM looked for a request in this step
@@ -107,7 +107,7 @@ class LaneQueue(RequestQueue):
 
     def end_step(self) -> None:
         if self._peeked and self._offer is not None:
-            self.refused = self._offer
+            self.kv_blocked = self._offer
         self._without_tokens = None
         self.entered = {r: (place.entry.since, place.lane) for r, place in self._popped.items()}
         self._popped = {}
@@ -186,8 +186,8 @@ class LaneQueue(RequestQueue):
         entry, lane, group = self._heaps.pop(request)
         self._turned_away.pop(request, None)
         self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
-        if self.refused is request and self._without_tokens is None:
-            self.refused = None
+        if self.kv_blocked is request and self._without_tokens is None:
+            self.kv_blocked = None
         self._forget_offer()
         return request
 
@@ -202,8 +202,8 @@ class LaneQueue(RequestQueue):
             if request in self._heaps.places:
                 self._heaps.remove(request)
                 self._turned_away.pop(request, None)
-            if self.refused is request:
-                self.refused = None
+            if self.kv_blocked is request:
+                self.kv_blocked = None
         self._forget_offer()
 
     def __bool__(self) -> bool:
@@ -222,8 +222,8 @@ class LaneQueue(RequestQueue):
             return
         since = self._clock()
         # A preempted request goes first.
-        due = self._rules.due(request, since) if number > 0 else -inf
-        order = request if self._by_priority else (due, number)
+        deadline = self._rules.deadline(request, since) if number > 0 else -inf
+        order = request if self._by_priority else (deadline, number)
         lane = self._rules.lanes_of(request)
         gate_since = since
         if number < 0:  # behind a preempted head, longer waits must still count
@@ -315,10 +315,10 @@ class LaneQueue(RequestQueue):
         if self._by_priority or head.order[0] >= self._now:
             return False
         before, number = head.order
-        due = self._rules.due(head.request, head.since)
-        if number < 0 or due <= before:
+        deadline = self._rules.deadline(head.request, head.since)
+        if number < 0 or deadline <= before:
             return False
-        self._heaps.reorder_head(group, lane, (due, number))
+        self._heaps.reorder_head(group, lane, (deadline, number))
         return True
 
     def _may_move(self, head: Entry, right_lane: LaneKey) -> bool:
@@ -327,7 +327,7 @@ class LaneQueue(RequestQueue):
         if self._moves >= MAX_BLOCKING_MOVES or self._rules.blocks_read() >= MAX_BLOCKS_READ:
             return False
         # An open head can enter from here. A held or refused head blocks its lane.
-        if self.refused is not None and self._rules.lanes_of(self.refused) == right_lane:
+        if self.kv_blocked is not None and self._rules.lanes_of(self.kv_blocked) == right_lane:
             return True
         waited = self._now - head.gate_since
         return self._rules.gate_of(right_lane, head.request, waited) is Gate.CLOSED

@@ -19,7 +19,7 @@ class Hold:
     since: float
     max_s: float
     slots_full: bool  # the hold began because no slot was free
-    refused: str | None  # id of the request that lacked KV blocks
+    kv_blocked: str | None  # id of the request that lacked KV blocks
     kv_free: float  # free share at that time
     kv_left: float  # kv_free without admissions during the hold
     kv_typical: float  # share of a typical request
@@ -29,7 +29,7 @@ class Hold:
     def begin(cls, step: Step, *, slots_full: bool, max_s: float, running_full: int) -> Self:
         free = step.kv_free
         return cls(
-            since=step.now, max_s=max_s, slots_full=slots_full, refused=step.refused,
+            since=step.now, max_s=max_s, slots_full=slots_full, kv_blocked=step.kv_blocked,
             kv_free=free, kv_left=free, kv_typical=(1 - free) / running_full,
             departed=step.departed,
         )  # fmt: skip
@@ -39,7 +39,7 @@ class Hold:
 
     def fits(self, name: str, kv_share: float) -> bool:
         """Return whether a request of another lane than the refused one fits."""
-        return not self.slots_full and name != self.refused and kv_share < self.kv_left
+        return not self.slots_full and name != self.kv_blocked and kv_share < self.kv_left
 
     def end(self, step: Step, waiting: int, k: int) -> End | None:
         progress = (step.now - self.since) / self.max_s

@@ -62,7 +62,7 @@ class StepDivision:
         self._step = step
         self._prompts = prompts
         self._chunk = chunk
-        self.decodes = step.decodes
+        self.decode_tokens = step.decode_tokens
         best = min(prompts.classes, default=None)
         # Shorts of a lower class come after the longs, those of a higher class before them.
         better = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
@@ -86,7 +86,7 @@ class StepDivision:
         """Divide the step's budget, which a later policy may have reduced."""
         step, prompts, chunk = self._step, self._prompts, self._chunk
         self.budget = step.budget
-        room = max(step.budget - step.decodes, 0)
+        room = max(step.budget - step.decode_tokens, 0)
         # With one token left, the engine tries a barred request again.
         barred = prompts.waiting_shorts.barred > 0 and step.free_slots > 0
         for_better = min(self._tokens_of_better, room)
@@ -145,7 +145,7 @@ class StepDivision:
         own = self._step.class_of(request)
         if self._last_was_long and own in classes_due:
             classes_due.remove(own)
-        if tokens >= min(left, self._step.budget - self.decodes):
+        if tokens >= min(left, self._step.budget - self.decode_tokens):
             return tokens
         part = (tokens + self._tokens_of_shorts.get(own, 0)) // self._parts
         if self._last_was_long:
