@@ -301,13 +301,13 @@ def test_formerly_short_request_is_looked_up_before_it_enters() -> None:
     assert longs_waiting(bench) == 1
     bench.abort("batch")
     assert bench.step().keys() == {"held"}
-    assert "held" not in bench["long_prompt"]._lookups._found
+    assert "held" not in bench["long_prompt"]._lookups._by_request
 
 
 def test_longs_of_one_step_leave_no_lookups() -> None:
     bench = loaded(*[100] * 3, budget=128, settings=ALL_PARTIAL)
     bench.drain()
-    assert not any(str(number) in bench["long_prompt"]._lookups for number in range(3))
+    assert not any(bench["long_prompt"]._lookups.was_long(str(number)) for number in range(3))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_chunk_is_sized_by_the_measured_steps() -> None:
         scheduler.update_from_output(output, answer(scheduler, output))
         assert bench.now < 1100
     # Half of 2,048 tokens take 5 % longer in all, half of 1,024 take 9 %.
-    assert policy.size.tokens == policy.gauges()["long_chunk_tokens"] == 1024
+    assert policy.chunk_size.tokens == policy.gauges()["long_chunk_tokens"] == 1024
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])

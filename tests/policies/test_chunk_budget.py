@@ -159,12 +159,12 @@ def test_rare_stalls_cost_little_if_decodes_take_half_of_the_target() -> None:
 
 def test_ends_of_prompts_say_nothing_about_full_chunks() -> None:
     run = tight_run(lambda: 1.0)
-    before = list(run.policy.error._errors), run.policy._measured.tokens
+    before = list(run.policy.prediction_error._errors), run.policy._measured.tokens
     assert len(before[0]) >= 64
     for number in range(5):
         run.add(f"s{number}", 20, output=2)
         run.step()
-    assert (list(run.policy.error._errors), run.policy._measured.tokens) == before
+    assert (list(run.policy.prediction_error._errors), run.policy._measured.tokens) == before
 
 
 def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:

@@ -269,7 +269,7 @@ def test_changed_service_class_takes_effect_at_once() -> None:
     assert classes.of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
     # Another request is released while the first is preempted.
     lanes._running.discard("one")
-    lanes._overdue._due["two"] = True
+    lanes._overdue._first_heads["two"] = True
     lanes.admitted(requests[1])
     assert lanes.class_changes > before
     assert classes.of_decodes(requests) == dict(zip(requests, (2, 0), strict=True))
@@ -417,12 +417,12 @@ def test_finished_requests_leave_no_state() -> None:
         bench.add(str(number), 10, extra_args=extra_args)
     bench.steps(2)
     lanes = bench["lanes"]
-    assert lanes._left_s
+    assert lanes._time_to_deadline_s
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     bench.step()
     bench.abort("5")
     bench.drain()
-    assert lanes._asked == lanes._left_s == lanes._running.requests == {}
+    assert lanes._requested_lanes == lanes._time_to_deadline_s == lanes._running.requests == {}
     assert lanes._overdue.released == {}
     assert set(lanes._running.counts.values()) == {0}
 

@@ -35,7 +35,7 @@ def test_resolved_settings_configure_the_same_policy() -> None:
     (policy,) = registry.build({"long_prompt": {"max_wait_s": 5.0}}, FACTS)
     (again,) = registry.build({"long_prompt": policy.effective_settings()}, FACTS)
     assert again.effective_settings() == policy.effective_settings()
-    assert registry.former_settings({"long_prompt": policy.effective_settings()}) == []
+    assert registry.former_setting_warnings({"long_prompt": policy.effective_settings()}) == []
 
 
 def test_former_settings_are_accepted_with_a_warning() -> None:
@@ -44,7 +44,7 @@ def test_former_settings_are_accepted_with_a_warning() -> None:
     assert given.keys() == former.keys()
     (policy,) = registry.build({"long_prompt": given}, FACTS)
     assert policy.effective_settings().items() >= given.items()
-    warnings = registry.former_settings({"long_prompt": {"max_wait_s": 5.0, **given}})
+    warnings = registry.former_setting_warnings({"long_prompt": {"max_wait_s": 5.0, **given}})
     assert [warning.partition(":")[0] for warning in warnings] == [
         f"long_prompt.{name}" for name in given
     ]
@@ -61,7 +61,7 @@ def test_warning_of_a_former_setting_names_a_remedy(
     name: str, given: dict[str, object], remedy: str
 ) -> None:
     assert registry.build({name: given}, FACTS)
-    (warning,) = registry.former_settings({name: given})
+    (warning,) = registry.former_setting_warnings({name: given})
     assert remedy in warning
 
 

@@ -51,7 +51,7 @@ def configured_policies(
         pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
         orders_by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
     )
-    for warning in registry.former_settings(wanted):
+    for warning in registry.former_setting_warnings(wanted):
         logger.warning("%s", warning)
     return registry.build(wanted, facts)
 

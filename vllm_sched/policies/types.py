@@ -204,13 +204,13 @@ class EngineFacts:
     def block_tokens(self) -> int:
         """Return the tokens of the smallest KV block."""
         groups = self.kv_cache.groups if self.kv_cache is not None else ()
-        return min((group.block for group in groups), default=DEFAULT_BLOCK_TOKENS)
+        return min((group.block_tokens for group in groups), default=DEFAULT_BLOCK_TOKENS)
 
     def kv_share(self, request: RequestView) -> float:
         """Return the share of the KV cache that the request needs; 0 if the size is unknown."""
         if (cache := self.kv_cache) is None or not cache.blocks:
             return 0.0
-        return cache.blocks_of(request.num_tokens) / cache.blocks
+        return cache.blocks_for(request.num_tokens) / cache.blocks
 
 
 class Policy:

@@ -176,4 +176,4 @@ class StepPlanner:
     def _has_room(self, request: Request, kv_free: float) -> bool:
         blocks = int(kv_free * self._kv_cache.blocks)
         blocks -= self._scheduler.kv_cache_manager.watermark_blocks + 1
-        return bool(self._kv_cache.blocks_of(request.num_tokens + 1) <= blocks)
+        return bool(self._kv_cache.blocks_for(request.num_tokens + 1) <= blocks)
