@@ -26,7 +26,7 @@ def test_prompt_in_the_tier_passes_a_long_one(tiered: Tiered) -> None:
     tiered.turn("fresh", None, 900)
     tiered.step()
     turn = tiered.turn("turn", 0, 20, output=1)
-    assert tiered.scheduler._planner.prefixes.tokens(turn) == KEPT
+    assert tiered.scheduler._planner.prefixes.cached_tokens(turn) == KEPT
     assert tiered.lane(turn) == "short"
     left = turn.num_tokens - KEPT
     tiered.loads = False
@@ -97,7 +97,7 @@ def test_handed_over_prompt_is_not_looked_up() -> None:
     remote = make_request(900, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     tiered.scheduler.add_request(remote)
-    assert tiered.scheduler._planner.prefixes.tokens(remote) == remote.num_tokens
+    assert tiered.scheduler._planner.prefixes.cached_tokens(remote) == remote.num_tokens
     assert tiered.lane(remote) == "short"
     # With offloading alone no prefill worker sends anything.
     tiered = Tiered(OFFLOADING, LONG_PROMPT)

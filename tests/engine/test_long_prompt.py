@@ -35,7 +35,7 @@ def loaded(
     """
     bench = Bench({**(beside or {}), "long_prompt": settings or {}}, **engine)
     if chunk is not None:
-        bench["long_prompt"].size = PinnedChunk(chunk)
+        bench["long_prompt"].chunk_size = PinnedChunk(chunk)
     bench.add_all({str(number): tokens for number, tokens in enumerate(prompts)})
     return bench
 
@@ -217,13 +217,13 @@ def test_prefix_is_looked_up_once_without_changes() -> None:
     request = bench.add("r", [*document, *[3] * 400])
     lookups.clear()
     bench.scheduler.current_step += 1
-    assert [prefixes.tokens(request) for _ in range(3)] == [496] * 3
+    assert [prefixes.cached_tokens(request) for _ in range(3)] == [496] * 3
     assert len(lookups) == 1
     assert prefixes.blocks_read % (496 // 16) == 0
     # Taken blocks may have evicted the prefix.
     pool = bench.scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 9)
-    assert prefixes.tokens(request) < 496
+    assert prefixes.cached_tokens(request) < 496
     assert len(lookups) == 2
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from vllm.v1.request import Request
 
 from vllm_sched.engine import metrics
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy
 
@@ -60,7 +60,7 @@ class EngineGauges:
             for lane, count in counts.items():
                 waiting[policy.name, label_of(lane)] += count.requests
                 oldest[policy.name, label_of(lane)] = 0.0
-        for lanes, waited in queue.waits():
+        for lanes, waited in queue.head_waits():
             for policy, lane in zip(self.policies, lanes, strict=True):
                 key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)

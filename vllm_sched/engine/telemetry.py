@@ -22,7 +22,7 @@ from vllm_sched.engine import metrics, trace
 from vllm_sched.engine.gauges import EngineGauges, label_of
 from vllm_sched.engine.in_flight import FinishedStep, ScheduledStep, StepsInFlight, chunks_of
 from vllm_sched.engine.steps.slots import admits_requests
-from vllm_sched.engine.waiting.held import HeldTime, LaneKey
+from vllm_sched.engine.waiting.lane_counts import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy, StepResult
 from vllm_sched.version import __version__
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
         def clock(self) -> float: ...
 
-        def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None: ...
+        def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None: ...
 
-        def _note_limit(self, tokens: int) -> None: ...
+        def _record_limit(self, tokens: int) -> None: ...
 
-        def _learn(self, done: FinishedStep) -> None: ...
+        def _observe_step(self, done: FinishedStep) -> None: ...
 else:
     InstrumentedScheduler = object
 
@@ -97,8 +97,8 @@ class EngineStats:
             for lanes in [lanes for lanes in self._held_by if not queue.lane_counts.waiting[lanes]]:
                 del self._held_by[lanes]
         # Metrics drop these when they are written.
-        if self.metrics is not None and isinstance(queue, LaneQueue) and queue.entered:
-            self._count_entered(queue, self.metrics)
+        if self.metrics is not None and isinstance(queue, LaneQueue) and queue.admitted_last_step:
+            self._count_admissions(queue, self.metrics)
         if output.total_num_scheduled_tokens:
             return
         if self.metrics is not None:
@@ -114,14 +114,15 @@ class EngineStats:
         self.now = now
         self.budget = budget
 
-    def _count_entered(self, queue: LaneQueue, written: metrics.Metrics) -> None:
-        for request, (since, lanes) in queue.entered.items():
+    def _count_admissions(self, queue: LaneQueue, written: metrics.Metrics) -> None:
+        for request, place in queue.admitted_last_step.items():
+            lanes = place.lane
             self._waited_in[request.request_id] = lanes
             for policy, lane in zip(self.policies, lanes, strict=True):
                 written.count_admission(policy.name, label_of(lane))
             if lanes in self._held_times:
                 for number, held in self._held_times[lanes].items():
-                    if seconds := held.since(since):
+                    if seconds := held.seconds_since(place.entry.since):
                         written.observe_hold(self.policies[number].name, seconds)
 
     # When a result arrives
@@ -250,21 +251,21 @@ class TelemetryMixin(InstrumentedScheduler):
         step = ScheduledStep.of(self, output, chunks, at=stats.now, budget=stats.budget)
         self._in_flight.begin(step)
 
-    def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+    def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if self._telemetry is not None:
             self._telemetry.record_gate(lanes, closed_by)
 
-    def _note_limit(self, tokens: int) -> None:
+    def _record_limit(self, tokens: int) -> None:
         if self._telemetry is not None:
             self._telemetry.budget = tokens
 
-    def _learn(self, done: FinishedStep) -> None:
+    def _observe_step(self, done: FinishedStep) -> None:
         if self._telemetry is not None:
             try:
                 self._telemetry.record_done(done)
             except Exception:
                 self._turn_off()
-        super()._learn(done)
+        super()._observe_step(done)
 
     def add_request(self, request: Request) -> None:
         file = None if self._telemetry is None else self._telemetry.file
