@@ -91,8 +91,8 @@ class World(Bench):
         scheduler, rng = self.scheduler, self.rng
         assert len(adapters_running(self)) <= self.max_loras
         if self.transfers:
-            self.fetching += scheduler.connector.begun
-            scheduler.connector.begun = {}
+            self.fetching += scheduler.connector.new_fetches
+            scheduler.connector.new_fetches = {}
             fetched = {name for name in self.fetching if rng.random() < 0.2}
             self.fetching = [name for name in self.fetching if name not in fetched]
             self.receive(*fetched & scheduler.requests.keys())

@@ -67,7 +67,7 @@ class ScheduledStep(NamedTuple):
             running=self.running,
             waiting=self.waiting,
             preempted=self.output.preempted_req_ids or (),
-            gone=self.output.finished_req_ids,
+            ended=self.output.finished_req_ids,
         )
 
 
