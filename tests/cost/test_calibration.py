@@ -11,7 +11,7 @@ from tests.cost.test_fit import TRUE, shape
 from tests.present import present
 from vllm_sched.cost import calibration
 from vllm_sched.cost.calibration import Calibration, calibrate
-from vllm_sched.cost.fit import FEATURE_COEFFICIENTS
+from vllm_sched.cost.online_fit import FEATURE_COEFFICIENTS
 from vllm_sched.cost.step_time import StepShape, StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
@@ -102,7 +102,7 @@ def test_calibration_finds_no_floor_without_one() -> None:
 
 
 def test_missing_mixed_steps_are_refused() -> None:
-    steps = [m for m in measured(TRUE) if not m.shape.mixed]
+    steps = [m for m in measured(TRUE) if m.shape.kind != "mixed"]
     message = "only 0 mixed steps were seen, 4 are needed; measure again without other clients"
     with pytest.raises(UsageError, match=message):
         calibrate(steps)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from vllm_sched.cost import profiles
-from vllm_sched.cost.curved import CurvedStepTime
+from vllm_sched.cost.curved_step_time import CurvedStepTime
 from vllm_sched.cost.profile_fit import FitError, misses
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.errors import UsageError

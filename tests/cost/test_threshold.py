@@ -149,7 +149,7 @@ def test_itl_target_and_max_delay_cap_the_threshold() -> None:
     regime = paper()
     capped = recommended(regime, itl_s=0.2)
     assert 1 < capped < 13
-    assert regime.pause(capped) <= 0.2 < regime.pause(capped + 1)
+    assert regime.pause_seconds(capped) <= 0.2 < regime.pause_seconds(capped + 1)
     assert recommended(regime, itl_s=0.05) == 1
     assert recommended(regime, itl_s=1e306) == recommended(regime)
     capped = recommended(regime, max_delay_s=0.1)

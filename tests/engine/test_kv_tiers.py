@@ -165,7 +165,7 @@ def test_only_repeatable_lookups_are_made() -> None:
     request: Any = SimpleNamespace(num_preemptions=0, kv_transfer_params=None)
     counting, repeatable = Counting(), Repeatable()
     assert lookup_of(counting) is None
-    assert not KvTiers(counting)
+    assert not KvTiers(counting).have_lookups
     tiers = KvTiers(SimpleNamespace(sub_connectors=[counting, repeatable]))
     assert tiers.tokens(request, 16) == 0  # the connector does not know yet
     assert tiers.tokens(request, 16) == 48
@@ -178,7 +178,7 @@ def test_only_repeatable_lookups_are_made() -> None:
 def test_without_a_connector_nothing_is_asked_or_handed_over(claim: object) -> None:
     request: Any = SimpleNamespace(num_preemptions=0, kv_transfer_params=claim)
     tiers = KvTiers(None)
-    assert not tiers
+    assert not tiers.have_lookups
     assert not tiers.is_handed_over(request)
     assert KvTiers(Counting()).is_handed_over(request) == isinstance(claim, dict)
     assert tiers.tokens(request, 0) == 0

@@ -71,14 +71,14 @@ def test_next_long_enters_in_the_step_that_completes_the_first() -> None:
 
 def test_shorter_long_enters_first_and_longs_of_one_size_keep_their_order() -> None:
     bench = loaded(300, 1900, 500, 150, chunk=64)
-    bench["long_prompt"].size.token_s = 1.0
+    bench["long_prompt"].chunk_size.token_s = 1.0
     assert bench.entries() == ["3", "0", "2", "1"]
     assert loaded(100, 200, 150, 130).entries() == ["0", "1", "2", "3"]
 
 
 def test_long_that_has_waited_enters_before_a_shorter_one() -> None:
     bench = loaded(300, 1900, chunk=64)
-    bench["long_prompt"].size.token_s = 0.001
+    bench["long_prompt"].chunk_size.token_s = 0.001
     bench.play(1, wait(3), add("2", 150))  # 1,900 tokens take less
     assert bench.entries() == ["1", "2"]
 
@@ -144,7 +144,7 @@ def test_long_has_its_whole_chunk_while_a_short_lacks_blocks() -> None:
     # A comparison has half a chunk.
     bench = world()
     lack_blocks(bench)
-    usual = bench["long_prompt"].size.tokens
+    usual = bench["long_prompt"].chunk_size.tokens
     assert {step["long"] for step in bench.steps(3)} == {usual // 2, min(usual, 508)}
 
 
@@ -479,7 +479,7 @@ def test_prompt_is_long_if_more_tokens_than_the_threshold_are_left(cached: int) 
     left = 100 - cached
     found = lookups.long_tokens_left(prompt, lambda: cached, 0.0)
     assert found == (left if left > 80 else None)
-    assert (prompt.request_id in lookups) is (left > 80)
+    assert lookups.was_long(prompt.request_id) is (left > 80)
     assert lookups.is_still_short(prompt) is (left <= 80)
     assert lookups.long_tokens_left(make_request(80), lambda: 0, 0.0) is None
 

@@ -239,7 +239,7 @@ def test_unused_adapters_leave_no_state() -> None:
         bench.add(f"r{adapter}", 20, adapter=adapter, hashed=False)
         bench.step()
         bench.abort(f"r{adapter}")
-    assert len(bench.scheduler.waiting._heaps._sizes) <= 2 * MAX_DEAD_ENTRIES
+    assert len(bench.scheduler.waiting._heaps._group_sizes) <= 2 * MAX_DEAD_ENTRIES
     assert len(bench.scheduler.waiting._heaps.lanes) <= 2 * MAX_DEAD_ENTRIES
 
 

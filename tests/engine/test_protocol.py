@@ -85,7 +85,7 @@ def test_step_counts_running_decoding_and_waiting_requests(probed: MakeProbed) -
     assert (seen.running, seen.waiting, seen.holding_kv, seen.free_slots) == (2, 1, 0, 0)
     assert names(seen.decoding) == ["0"]
     assert names(seen.prefills) == ["1"]
-    assert (seen.decodes, seen.context_tokens) == (1, 21)
+    assert (seen.decode_tokens, seen.context_tokens) == (1, 21)
     # 22 tokens, and 64 - 20 + 63 of the second prompt, take two and seven of a hundred blocks.
     assert seen.kv_free == pytest.approx(0.91)
     assert seen.now == bench.now - 0.01

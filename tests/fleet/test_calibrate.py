@@ -11,7 +11,7 @@ import pytest
 from tests.fleet.test_worker import Workers
 from vllm_sched.bench.calibrate import step_times
 from vllm_sched.cli.main import main
-from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, kind_of
+from vllm_sched.cost.online_fit import FEATURE_COEFFICIENTS
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 BUDGET, CONTEXT = 512, 4096
@@ -46,7 +46,7 @@ def test_saved_calibration_predicts_the_workers_steps(
         took, held_out = step.pop("seconds"), step.pop("held_out")
         if held_out:
             shape = StepShape(**step)
-            off[kind_of(shape)].append(time.seconds(shape) / took)
+            off[shape.kind].append(time.seconds(shape) / took)
     for kind, ratios in off.items():
         assert 1 / FACTOR < median(ratios) < FACTOR, kind
 

@@ -61,7 +61,7 @@ class Run(Bench):
                 contexts.append(before)
         shape = StepShape.from_chunks(chunks, len(contexts), sum(contexts))
         seconds = self.machine.seconds(shape) * self.noise()
-        if shape.mixed:
+        if shape.kind == "mixed":
             self.gaps.append(seconds + self.between)
             self.prefills.append(shape.prefill_tokens)
         return seconds

@@ -20,10 +20,9 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
-from vllm_sched.cost.curved import step_time_of
-from vllm_sched.cost.fit import Kind
+from vllm_sched.cost.curved_step_time import step_time_of
 from vllm_sched.cost.profile_fit import FitError
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.step_time import StepKind, StepTime
 from vllm_sched.errors import UsageError
 
 PAPER: Final = '"Deferred prefill for throughput maximization in LLM inference"'
@@ -82,7 +81,7 @@ class Profile:
     source: str
     time: StepTime
     size: WorkerSize
-    errors: Mapping[Kind, FitError] = field(default_factory=dict)  # by kind of step
+    errors: Mapping[StepKind, FitError] = field(default_factory=dict)  # by kind of step
     key: ProfileKey | None = None
     remark: str = ""
     flags: tuple[str, ...] = ()  # of vLLM, that the step times hold for

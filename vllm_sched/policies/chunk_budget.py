@@ -22,7 +22,7 @@ from typing import ClassVar, Final
 
 from pydantic import Field
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import TimedStep
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.chunks.measured_chunk import GROWTH, MeasuredChunk

@@ -20,7 +20,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.deferral.hold import HOLD_ENDS, Hold, HoldEnd

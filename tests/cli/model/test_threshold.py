@@ -91,8 +91,8 @@ def test_run_threshold_matches_the_policys_max_delay(regimes: Callable[..., Regi
     longest = regimes(*slow, "--max-delay-ms", "60000")["apart"]
     assert 1 < run < longest["run"]
     regime = Regime(**longest["regime"])
-    assert regime.hold(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
-    assert regime.hold(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
+    assert regime.hold_seconds(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
+    assert regime.hold_seconds(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
     assert regimes(*slow, "--max-delay-ms", "0")["apart"]["run"] == 1
 
 

@@ -173,7 +173,7 @@ def _checkpoints(key: ProfileKey) -> list[Checkpoint]:
 def _profile(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Profile:
     size = _size(key, checkpoint, experts)
     seconds = _estimator(key, checkpoint, experts)
-    shapes = [s for s in sample_shapes() if not (checkpoint.latent and s.mixed)]
+    shapes = [s for s in sample_shapes() if not (checkpoint.latent and s.kind == "mixed")]
     sampled = [TimedStep(shape, seconds(shape)) for shape in shapes]
     time = fit(sampled)
     return Profile(

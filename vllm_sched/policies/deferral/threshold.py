@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from vllm_sched.cost.fit import Kind, OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.step_time import StepKind
 from vllm_sched.cost.threshold import asymptotic, recommended, within_itl
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
 from vllm_sched.policies.deferral.lengths import RequestLengths
@@ -41,7 +42,7 @@ class DepartureThreshold:
         self._facts = facts
         self._fit = fit
         self._lengths = lengths
-        self._batch_kind: Kind = "prefill" if facts.decodes_pause else "mixed"
+        self._batch_kind: StepKind = "prefill" if facts.decodes_pause else "mixed"
         self._next_estimate = ESTIMATE_INTERVAL_STEPS  # step index
         self._estimates = deque([1] * ESTIMATES_IN_AGREEMENT, ESTIMATES_IN_AGREEMENT)
 
