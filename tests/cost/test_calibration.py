@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cost.test_fit import TRUE, shape
+from tests.cost.test_online_fit import TRUE, shape
 from tests.present import present
 from vllm_sched.cost import calibration
 from vllm_sched.cost.calibration import Calibration, calibrate
