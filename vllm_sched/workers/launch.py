@@ -219,7 +219,7 @@ class Worker:
         with opener.open(f"{self.url}{path}", timeout=timeout_s) as answer:
             return answer.status, answer.read()
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         try:
             return self.ask(self.health, 2.0)[0] == http.HTTPStatus.OK
         except (urllib.error.URLError, http.client.HTTPException, OSError):
@@ -228,7 +228,7 @@ class Worker:
     def wait_ready(self, pause: Callable[[float], object] = time.sleep) -> None:
         """Block until the server is healthy; raise if it dies or the deadline passes."""
         give_up = time.monotonic() + self.deadline_s
-        while not self.healthy():
+        while not self.is_healthy():
             self.check()
             if time.monotonic() > give_up:
                 raise self._error(f"{self.name} was not healthy within {self.deadline_s:g} s")
