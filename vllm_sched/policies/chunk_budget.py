@@ -120,34 +120,35 @@ class ChunkBudget(Policy):
 
     def budget(self, step: Step) -> int:
         self._step, self._prefill_time = step, None
+        tokens = self._prefill_limit(step)
+        self._prefill_tokens = min(tokens, max(step.budget - step.decode_tokens, 1))
+        return step.decode_tokens + self._prefill_tokens
+
+    def _prefill_limit(self, step: Step) -> int:
         if not step.decode_tokens:
-            return self._record_budget(step, step.budget)
-        settings = self.settings
-        if settings.chunk is not None:
-            return self._record_budget(step, settings.chunk)
-        extrapolation = self._extrapolation(step)
+            return step.budget
+        if self.settings.chunk is not None:
+            return self.settings.chunk
         allowed_s = self._allowed_s(step)
         self._limits_in_flight.append((step.index, allowed_s))
-        measured, error = self._measured, self.prediction_error
+        return max(self._tokens_within(step, allowed_s), self.settings.min_chunk)
+
+    def _tokens_within(self, step: Step, allowed_s: float) -> int:
+        """Return the prefill tokens for a step of this time: by the model, once there is one."""
+        measured, extrapolation = self._measured, self._extrapolation(step)
         if (model := self.fit.model) is None:
-            tokens = int(min(measured.tokens, measured.fitting / extrapolation))
-            return self._record_budget(step, max(tokens, settings.min_chunk))
+            return int(min(measured.tokens, measured.fitting / extrapolation))
+        error = self.prediction_error
         self._prefill_time = prefill = PrefillSeconds(
             model,
             allowed_s / (error.margin * error.drift * extrapolation),
-            min_tokens=settings.min_chunk,
+            min_tokens=self.settings.min_chunk,
             # With stages, each step has about the same part of the decodes.
             decodes=-(-len(step.decoding) // self._stages),
             context_tokens=step.context_tokens // self._stages,
         )
         fitting = prefill.count_tokens(step, self._better_newcomer(step))
-        tokens = min(int(GROWTH * measured.tokens * (allowed_s / self._itl_s)), fitting)
-        return self._record_budget(step, max(tokens, settings.min_chunk))
-
-    def _record_budget(self, step: Step, tokens: int) -> int:
-        """Store the prefill tokens; return the budget, which includes the decodes."""
-        self._prefill_tokens = min(tokens, max(step.budget - step.decode_tokens, 1))
-        return step.decode_tokens + self._prefill_tokens
+        return min(int(GROWTH * measured.tokens * (allowed_s / self._itl_s)), fitting)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         if (prefill := self._prefill_time) is None:

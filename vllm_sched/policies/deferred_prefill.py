@@ -121,9 +121,9 @@ class DeferredPrefill(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         waiting = lanes.get(DEFERRABLE, NO_REQUESTS).admissible
-        before, self._step = self._step, step
-        free_before, self._free_slots_left = self._free_slots_left, step.free_slots
-        slots_full = free_before <= 0 or step.free_slots <= 0
+        step_before, self._step = self._step, step
+        slots_full = self._free_slots_left <= 0 or step.free_slots <= 0
+        self._free_slots_left = step.free_slots
         self._admitted, self._prefill_s = 0, 0.0
         for request in step.prefills:
             self._predict_prefill(request)
@@ -131,16 +131,20 @@ class DeferredPrefill(Policy):
             self._running_when_full = max(step.running + step.departed, 1)
         if self.learns:
             self._threshold.begin_step(step.index, self._running_when_full)
-        if (hold := self._hold) is not None:
-            hold.begin_step(step)
-            self._held_s += max(step.now - before.now, 0.0)
+        if self._hold is not None:
+            self._hold.begin_step(step)
+            self._held_s += max(step.now - step_before.now, 0.0)
         elif waiting and self._may_hold(step, slots_full=slots_full):
-            hold = self._hold = Hold.begin(
+            self._hold = Hold.begin(
                 step,
                 slots_full=slots_full,
                 max_s=self._limits.max_s,
                 running_when_full=self._running_when_full,
             )
+        self._end_hold_if_due(step, waiting)
+
+    def _end_hold_if_due(self, step: Step, waiting: int) -> None:
+        hold = self._hold
         if hold is not None and (reason := hold.end_reason(step, waiting, self.threshold)):
             self._hold = None
             self._holds_ended[reason] += 1
