@@ -48,7 +48,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make schedulers trace to this file."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "trace.json"))
-    monkeypatch.setattr(telemetry, "_on_signal", lambda *_: None)
+    monkeypatch.setattr(telemetry, "_write_on_signal", lambda *_: None)
     return tmp_path / "trace.json"
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from vllm_sched.workers.flags import (
+    absolute_config,
     flag_names,
     int_value,
     last_value,
     object_key,
     parse,
-    with_absolute_config,
 )
 
 
@@ -85,6 +85,6 @@ def test_config_option_is_rewritten_as_vllm_reads_it(
     monkeypatch.chdir(tmp_path)
     named = ["--seed", "1", "--config", str(file), "--enforce-eager"]
     for spelling in (["--config=flags.yaml"], ["--config", "flags.yaml"], [f"--config={file}"]):
-        assert with_absolute_config(["--seed", "1", *spelling, "--enforce-eager"]) == named
-    assert with_absolute_config(["--config=not/here.yaml"]) == ["--config", "not/here.yaml"]
-    assert with_absolute_config(["--config"]) == ["--config"]
+        assert absolute_config(["--seed", "1", *spelling, "--enforce-eager"]) == named
+    assert absolute_config(["--config=not/here.yaml"]) == ["--config", "not/here.yaml"]
+    assert absolute_config(["--config"]) == ["--config"]

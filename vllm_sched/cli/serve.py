@@ -17,13 +17,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import (
-    flag_names,
-    int_value,
-    parse,
-    with_absolute_config,
-    with_config_file,
-)
+from vllm_sched.workers.flags import absolute_config, flag_names, int_value, parse, with_config_file
 from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"
@@ -108,7 +102,7 @@ def vllm_command(
     config = registry.parse_settings(_chosen_policies(policies), sets)
     # Our flags come after the user's file and would replace the value from the file.
     expanded_flags, additional = _split_additional_config(with_config_file(flags))
-    flags, _ = _split_additional_config(with_absolute_config(flags))
+    flags, _ = _split_additional_config(absolute_config(flags))
     registry.build(config, _facts(model, expanded_flags))
     if "--scheduler-cls" in flag_names(expanded_flags):
         raise UsageError(

@@ -96,18 +96,14 @@ class CurvedStepTime(StepTime):
         per_decode_s = max((decodes_s - self.curve_seconds(1)) / (decodes - 1), 0.0)
         prefill = max(tokens, 1)
         prefill_s = max(self.curve_seconds(decodes + prefill) - decodes_s, 0.0)
-        return StepTime(
-            decode_fixed_s=self.decode_fixed_s + max(decodes_s - per_decode_s * decodes, 0.0),
-            decode_s=self.decode_s + per_decode_s,
-            context_s=self.context_s,
-            prefill_fixed_s=self.prefill_fixed_s + decodes_s,
-            prefill_s=self.prefill_s + prefill_s / prefill,
-            pair_s=self.pair_s,
-            mixed_s=self.mixed_s,
-            floor_s=self.floor_s,
-            prompt_fixed_s=self.prompt_fixed_s,
-            read_s=self.read_s,
-        )
+        of_curve = {
+            "decode_fixed_s": max(decodes_s - per_decode_s * decodes, 0.0),
+            "decode_s": per_decode_s,
+            "prefill_fixed_s": decodes_s,
+            "prefill_s": prefill_s / prefill,
+        }
+        own = StepTime.to_json(self)
+        return StepTime(**{name: own[name] + of_curve.get(name, 0.0) for name in own})
 
     def to_json(self) -> dict[str, Any]:
         curve = [list(pair) for pair in zip(self.knots, self.knots_s, strict=True)]

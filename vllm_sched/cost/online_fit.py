@@ -200,22 +200,10 @@ def solve_coefficients(
 
 
 def row_of(kind: StepKind, shape: StepShape) -> tuple[float, ...]:
+    """Return a step's features, in the order of `FEATURE_COEFFICIENTS`."""
+    decode = float(shape.decodes), float(shape.context_tokens)
     if kind == "decode":
-        return (1.0, float(shape.decodes), float(shape.context_tokens))
-    if kind == "prefill":
-        return (
-            1.0,
-            float(shape.prefill_tokens),
-            shape.pairs,
-            float(shape.prompts),
-            float(shape.read_tokens),
-        )
-    return (
-        1.0,
-        float(shape.decodes),
-        float(shape.context_tokens),
-        float(shape.prefill_tokens),
-        shape.pairs,
-        float(shape.prompts),
-        float(shape.read_tokens),
-    )
+        return (1.0, *decode)
+    tokens, prompts = float(shape.prefill_tokens), float(shape.prompts)
+    prefill = tokens, shape.pairs, prompts, float(shape.read_tokens)
+    return (1.0, *prefill) if kind == "prefill" else (1.0, *decode, *prefill)

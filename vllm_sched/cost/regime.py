@@ -74,9 +74,6 @@ class Regime:
     def batch_seconds(self, prompts: float) -> float:
         return max(self.floor_s, self.batch_fixed_s + self.prompt_s * prompts)
 
-    def pause_seconds(self, threshold: float) -> float:
-        return self.batch_seconds(threshold) + self.decode_seconds(self.slots)
-
     def hold_seconds(self, threshold: float) -> float:
         share = min(threshold / self.slots, 1 - 0.5 / self.slots)
         steps = -self.mean_output * math.log1p(-share)

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -22,26 +22,11 @@ from vllm_sched.engine import metrics, trace
 from vllm_sched.engine.gauges import EngineGauges, label_of
 from vllm_sched.engine.in_flight import FinishedStep, ScheduledStep, StepsInFlight, chunks_of
 from vllm_sched.engine.steps.slots import admits_requests
+from vllm_sched.engine.vllm_compat import UpstreamScheduler
 from vllm_sched.engine.waiting.lane_counts import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy, StepResult
 from vllm_sched.version import __version__
-
-if TYPE_CHECKING:
-
-    class InstrumentedScheduler(Scheduler):
-        _policies: Sequence[Policy]
-        _in_flight: StepsInFlight | None
-
-        def clock(self) -> float: ...
-
-        def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None: ...
-
-        def _record_limit(self, tokens: int) -> None: ...
-
-        def _observe_step(self, finished: FinishedStep) -> None: ...
-else:
-    InstrumentedScheduler = object
 
 # Steps, in primes to meet all kinds: our own fit learns from every 7th once it can predict.
 FIT_EVERY: Final = 7
@@ -193,9 +178,11 @@ def _fit_of(policy: Policy) -> OnlineFit | None:
     return fit if policy.learns and isinstance(fit, OnlineFit) else None
 
 
-class TelemetryMixin(InstrumentedScheduler):
-    """Shows what the scheduler after this class does."""
+class TelemetryMixin(UpstreamScheduler):
+    """Shows what the scheduler after this class does, a `PolicyMixin`."""
 
+    _policies: Sequence[Policy]
+    _in_flight: StepsInFlight | None
     _telemetry: EngineStats | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

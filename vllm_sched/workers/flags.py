@@ -134,7 +134,7 @@ def with_config_file(args: Sequence[str]) -> list[str]:
     return words + rest
 
 
-def with_absolute_config(args: Sequence[str]) -> list[str]:
+def absolute_config(args: Sequence[str]) -> list[str]:
     """Return `args` with `--config` as its own word and with an absolute path.
 
     vLLM accepts `--config=FILE` but silently ignores the file.

@@ -34,10 +34,10 @@ from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
 from vllm_sched.workers.flags import (
+    absolute_config,
     flag_names,
     object_key,
     parse,
-    with_absolute_config,
     with_config_file,
 )
 
@@ -111,11 +111,7 @@ class Side:
 
     @property
     def label(self) -> str:
-        settings = [
-            f"{policy}.{key}={value}"
-            for policy, of_policy in self.settings.items()
-            for key, value in of_policy.items()
-        ]
+        settings = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
         return " ".join([self.name, *settings, *self.extra])
 
     def flags(self, others: Sequence[str] = ()) -> list[str]:
@@ -308,7 +304,7 @@ def worker(
         side = Side.parse(side)
     on_a_cpu = on_cpu()
     port = free_port() if port is None else port
-    flags = with_absolute_config([*flags, *side.flags(flags)])
+    flags = absolute_config([*flags, *side.flags(flags)])
     where = ["--model", model, "--host", host, "--port", str(port)]
     built_in = cpu_flags(flags) if on_a_cpu else []
     return Worker(

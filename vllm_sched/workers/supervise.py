@@ -12,9 +12,9 @@ from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
-from vllm_sched.workers.launch import WorkerError
+from vllm_sched.workers.launch import Worker, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,18 +46,6 @@ class KeeperEvent:
     again_s: float = 0.0  # DIED: seconds until the restart
 
 
-class SupervisedWorker(Protocol):
-    """The part of `launch.Worker` that a keeper uses."""
-
-    name: str
-
-    def start(self) -> None: ...
-    def wait_ready(self, pause: Callable[[float], object]) -> None: ...
-    def check(self) -> None: ...
-    def is_healthy(self) -> bool: ...
-    def stop(self) -> None: ...
-
-
 class _StopRequested(Exception):  # noqa: N818 - not an error
     """Ends the keeper's current wait."""
 
@@ -71,7 +59,7 @@ class WorkerKeeper:
 
     def __init__(
         self,
-        worker: SupervisedWorker,
+        worker: Worker,
         report: Callable[[KeeperEvent], None],
         *,
         wait: Callable[[float], bool],
@@ -159,7 +147,7 @@ class Supervisor:
 
     def __init__(
         self,
-        workers: Sequence[SupervisedWorker],
+        workers: Sequence[Worker],
         report: Callable[[KeeperEvent], None],
         *,
         devices: Sequence[str | None] | None = None,
