@@ -213,7 +213,7 @@ def _key(text: str) -> ProfileKey:
     return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
 
 
-def named_by(text: str) -> list[str]:
+def matching_names(text: str) -> list[str]:
     """Return the built-in profiles of `model=M,system=S`; each tp and dtype unless given.
 
     Another text is returned as it is.
@@ -227,7 +227,7 @@ def named_by(text: str) -> list[str]:
 
     found = [each.name for each in measured() if matches(each)]
     if not found:
-        reasons = (f"{each.dtype}: {why}" for each, why in missing().items() if matches(each))
+        reasons = (f"{each.dtype}: {why}" for each, why in unavailable().items() if matches(each))
         why = "; ".join(dict.fromkeys(reasons))
         raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(measured()), why)}", key)
     return found
@@ -270,7 +270,7 @@ def find(text: str) -> Profile:
         )
     if key in known:
         return known[key]
-    why = missing().get(key, "")
+    why = unavailable().get(key, "")
     raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known), why)}", key)
 
 
@@ -287,7 +287,7 @@ def _mismatch(key: ProfileKey, known: list[ProfileKey], why: str) -> str:
 
 
 @cache
-def missing() -> dict[ProfileKey, str]:
+def unavailable() -> dict[ProfileKey, str]:
     """Return what the source cannot give, with the reasons."""
     return {
         ProfileKey(*(each[name] for name in ProfileKey._fields)): each["why"]

@@ -189,7 +189,7 @@ class Settings(BaseModel):
 
 @dataclass(slots=True, frozen=True)
 class EngineFacts:
-    """The engine's configuration, as far as policies need it."""
+    """The parts of the engine's configuration that policies need."""
 
     max_model_len: int
     max_num_batched_tokens: int

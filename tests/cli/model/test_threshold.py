@@ -21,7 +21,8 @@ from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 def cached_play() -> Iterator[None]:
     """Simulate each regime once for all tests, with half of the usual requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threshold, "simulate_backlog", cache(partial(threshold.simulate_backlog, requests=20_000)))
+        simulate = cache(partial(threshold.simulate_backlog, requests=20_000))
+        patch.setattr(threshold, "simulate_backlog", simulate)
         yield
 
 

@@ -355,13 +355,13 @@ def find_profile(text: str) -> Profile:
         raise UsageError(f"profile {text}: {error}") from None
 
 
-def named_by(text: str) -> list[str]:
+def matching_names(text: str) -> list[str]:
     """Return the profiles of `model=M,system=S`, of the optional source if none is built in.
 
     Another text is returned as it is.
     """
     try:
-        return profiles.named_by(text)
+        return profiles.matching_names(text)
     except profiles.NotBuiltInError as error:
         _require_source(error)
         key = error.key

@@ -42,7 +42,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run_profiles(args: argparse.Namespace) -> int:
     console = Output()
-    if args.missing:
+    if args.unavailable:
         _print_missing(console, args.words)
         return 0
     everything = [*profiles.ASSUMED.values(), *profiles.measured().values()]
@@ -104,6 +104,6 @@ def _error(error: FitError | None, *, assumed: bool) -> str:
 
 
 def _print_missing(console: Output, words: list[str]) -> None:
-    for key, why in profiles.missing().items():
+    for key, why in profiles.unavailable().items():
         if _matches(key.name, words):
             console.print_text(f"{key.name}: {why}", "")

@@ -20,7 +20,7 @@ class DecodePauses:
 
     def begin_step(self, plan: StepPlan) -> None:
         step = plan.step
-        if not (step.decoding and any(asks(step) for asks in self._hooks.pauses_decodes)):
+        if not (step.decoding and any(pauses(step) for pauses in self._hooks.pauses_decodes)):
             return
         plan.decodes_paused = True
         if self._since is None:
