@@ -11,8 +11,7 @@ from tests.cost.test_online_fit import TRUE, shape
 from tests.present import present
 from vllm_sched.cost import calibration
 from vllm_sched.cost.calibration import Calibration, calibrate
-from vllm_sched.cost.online_fit import FEATURE_COEFFICIENTS
-from vllm_sched.cost.step_time import StepShape, StepTime, TimedStep
+from vllm_sched.cost.step_time import STEP_KINDS, StepShape, StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
 
@@ -78,7 +77,7 @@ def test_error_on_a_noisy_worker_is_at_most_15_percent(noise: float) -> None:
         for each in measured(TRUE, noise=noise)
     ]
     found = calibrate(steps)
-    for kind in (None, *FEATURE_COEFFICIENTS):
+    for kind in (None, *STEP_KINDS):
         error = present(found.error(kind))
         assert error <= 0.15, kind
 

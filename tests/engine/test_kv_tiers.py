@@ -114,7 +114,7 @@ def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
     tiered.scheduler.add_request(remote)
     tiered.step()
     parts = tiered.scheduler.connector.sub_connectors
-    (begun,) = (part.begun for part in parts if hasattr(part, "begun"))
+    (begun,) = (part.new_fetches for part in parts if hasattr(part, "new_fetches"))
     assert begun == {"remote": remote.num_tokens if first else 0}
 
 
@@ -167,10 +167,10 @@ def test_only_repeatable_lookups_are_made() -> None:
     assert lookup_of(counting) is None
     assert not KvTiers(counting).have_lookups
     tiers = KvTiers(SimpleNamespace(sub_connectors=[counting, repeatable]))
-    assert tiers.tokens(request, 16) == 0  # the connector does not know yet
-    assert tiers.tokens(request, 16) == 48
+    assert tiers.loadable_tokens(request, 16) == 0  # the connector does not know yet
+    assert tiers.loadable_tokens(request, 16) == 48
     request.num_preemptions = 1
-    assert tiers.tokens(request, 16) == 0
+    assert tiers.loadable_tokens(request, 16) == 0
     assert (counting.asked, repeatable.asked) == (0, 2)
 
 
@@ -181,4 +181,4 @@ def test_without_a_connector_nothing_is_asked_or_handed_over(claim: object) -> N
     assert not tiers.have_lookups
     assert not tiers.is_handed_over(request)
     assert KvTiers(Counting()).is_handed_over(request) == isinstance(claim, dict)
-    assert tiers.tokens(request, 0) == 0
+    assert tiers.loadable_tokens(request, 0) == 0

@@ -10,8 +10,8 @@ from vllm_sched.workers.flags import (
     absolute_config,
     flag_names,
     int_value,
+    json_key,
     last_value,
-    object_key,
     parse,
 )
 
@@ -60,7 +60,7 @@ def test_short_names_in_all_spellings_are_no_values() -> None:
         ("--quantization", None), ("-n", None),
     ]  # fmt: skip
     assert last_value(["--chat-template", "-a b"], "--chat-template") == "-a b"
-    assert object_key(["--enable-lora", "-sc.num_x=3"], "--speculative-config", "num_x") == 3
+    assert json_key(["--enable-lora", "-sc.num_x=3"], "--speculative-config", "num_x") == 3
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_short_names_in_all_spellings_are_no_values() -> None:
     ],
 )
 def test_key_of_an_object_flag(words: list[str], method: str | None) -> None:
-    assert object_key(words, "--spec", "method") == method
+    assert json_key(words, "--spec", "method") == method
 
 
 def test_config_option_is_rewritten_as_vllm_reads_it(

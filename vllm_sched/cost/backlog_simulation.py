@@ -63,9 +63,7 @@ class ClosedSystem:
         self._outputs = outputs
         self._lengths = lengths
         self._admitted = regime.slots
-        self._now = 0.0
-        self._completion_sum_s = 0.0
-        self._served_sum_s = 0.0
+        self._now, self._completion_sum_s, self._served_sum_s = 0.0, 0.0, 0.0
         self._step = 0
         self._gaps: list[tuple[float, int]] = []
         self._ends: defaultdict[int, list[float]] = defaultdict(list)  # admissions, by last step

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_sched.cost.online_fit import FEATURE_COEFFICIENTS, FitSums, row_of, solve_coefficients
-from vllm_sched.cost.profile_fit import KINDS
+from vllm_sched.cost.online_fit import new_sums, row_of, solve_coefficients
 from vllm_sched.cost.profiles import Profile
-from vllm_sched.cost.step_time import StepKind, StepTime, TimedStep
+from vllm_sched.cost.step_time import STEP_KINDS, StepKind, StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
 HELD_OUT_EVERY: Final = 4
@@ -43,10 +42,10 @@ class Calibration:
 
 
 def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
-    by_kind: dict[StepKind, list[TimedStep]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
-    for each in measured:
-        if each.seconds > 0:
-            by_kind[each.shape.kind].append(each)
+    by_kind: dict[StepKind, list[TimedStep]] = {kind: [] for kind in STEP_KINDS}
+    for step in measured:
+        if step.seconds > 0:
+            by_kind[step.shape.kind].append(step)
     for kind, steps in by_kind.items():
         if len(steps) < MIN_STEPS_PER_KIND:
             raise UsageError(
@@ -60,15 +59,14 @@ def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
     for steps in by_kind.values():
         shuffled = rng.sample(steps, len(steps))
         held_out += shuffled[::HELD_OUT_EVERY]
-        fitted += [each for n, each in enumerate(shuffled) if n % HELD_OUT_EVERY]
+        fitted += [step for n, step in enumerate(shuffled) if n % HELD_OUT_EVERY]
     time = _fit_with_floor(fitted)
-    found = [
-        _fit(rng.choices(fitted, k=len(fitted)), time.floor_s).to_json() for _ in range(SAMPLES)
-    ]
+    bootstrap = (rng.choices(fitted, k=len(fitted)) for _ in range(SAMPLES))
+    samples = [_fit(steps, time.floor_s).to_json() for steps in bootstrap]
     tail = round((1 - CONFIDENCE) / 2 * SAMPLES)
     intervals = {}
     for name in time.to_json():
-        values = sorted(sample[name] for sample in found)
+        values = sorted(sample[name] for sample in samples)
         intervals[name] = (values[tail], values[-1 - tail])
     return Calibration(time, intervals, tuple(fitted), tuple(held_out))
 
@@ -90,9 +88,7 @@ def _fit(steps: Sequence[TimedStep], floor: float) -> StepTime:
     time: StepTime | None = None
     spread = 0.1
     for _ in range(ROUNDS):
-        sums: dict[StepKind, FitSums] = {
-            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
-        }
+        sums = new_sums()
         for each in above:
             expected = each.seconds if time is None else time.seconds(each.shape)
             larger = max(expected, each.seconds)
@@ -130,19 +126,16 @@ class Distance:
 
 def nearest(steps: Sequence[TimedStep], candidates: Iterable[Profile]) -> Distance | None:
     """Return the profile whose steps are nearest to the measured ones in their worst kind."""
-    found = [
-        Distance(each, ratios) for each in candidates if (ratios := ratios_to(each.time, steps))
-    ]
-    return min(found, key=lambda each: each.size, default=None)
+    distances = [Distance(profile, ratios_to(profile.time, steps)) for profile in candidates]
+    comparable = [distance for distance in distances if distance.ratios]
+    return min(comparable, key=lambda distance: distance.size, default=None)
 
 
 def ratios_to(time: StepTime, steps: Sequence[TimedStep]) -> dict[StepKind, float]:
     """Return the median of measured over predicted seconds, by kind."""
     ratios: dict[StepKind, float] = {}
-    for kind in KINDS:
-        of_kind = [each for each in steps if each.shape.kind == kind and each.seconds > 0]
+    for kind in STEP_KINDS:
+        of_kind = [step for step in steps if step.shape.kind == kind and step.seconds > 0]
         if of_kind:
-            ratios[kind] = statistics.median(
-                each.seconds / time.seconds(each.shape) for each in of_kind
-            )
+            ratios[kind] = statistics.median(s.seconds / time.seconds(s.shape) for s in of_kind)
     return ratios

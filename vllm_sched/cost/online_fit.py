@@ -64,13 +64,9 @@ class FitSums:
 
     def add(self, row: tuple[float, ...], seconds: float, weight: float, memory: float) -> None:
         new = [weight * left * right for index, left in enumerate(row) for right in row[index:]]
-        self.products = [
-            memory * old + added for old, added in zip(self.products, new, strict=True)
-        ]
+        self.products = [memory * old + p for old, p in zip(self.products, new, strict=True)]
         weighted = weight * seconds
-        self.times = [
-            memory * old + weighted * each for old, each in zip(self.times, row, strict=True)
-        ]
+        self.times = [memory * old + weighted * x for old, x in zip(self.times, row, strict=True)]
         self.steps += 1
 
     def fade(self, share: float) -> None:
@@ -79,11 +75,13 @@ class FitSums:
         self.steps = math.ceil(share * self.steps)
 
 
+def new_sums() -> dict[StepKind, FitSums]:
+    return {kind: FitSums(len(places)) for kind, places in FEATURE_COEFFICIENTS.items()}
+
+
 class OnlineFit:
     def __init__(self) -> None:
-        self._sums: dict[StepKind, FitSums] = {
-            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
-        }
+        self._sums = new_sums()
         self._early_steps: list[tuple[StepKind, StepShape, float]] = []  # not yet in the sums
         # Seconds of these steps.
         self._early_times: dict[StepKind, deque[float]] = {
@@ -118,6 +116,10 @@ class OnlineFit:
     @property
     def model(self) -> StepTime | None:
         return self._model
+
+    def coefficients(self) -> Mapping[str, float]:
+        """Return the coefficients by name, none before the first solution."""
+        return {} if self._model is None else self._model.to_json()
 
     def count_of(self, kind: StepKind) -> int:
         return self._step_counts[kind]

@@ -16,7 +16,7 @@ from typing import Final
 
 from vllm_sched.cost.curved_step_time import CurvedStepTime
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.step_time import Chunk, StepKind, StepShape, StepTime, TimedStep
+from vllm_sched.cost.step_time import STEP_KINDS, Chunk, StepKind, StepShape, StepTime, TimedStep
 
 KIB: Final = 1024
 CONTEXTS: Final = tuple(n * KIB for n in (1, 2, 4, 8, 16, 32))
@@ -39,7 +39,6 @@ TERMS: Final = (
     "decode_fixed_s", "prefill_fixed_s", "decode_s", "context_s", "pair_s", "prompt_fixed_s",
     "read_s",
 )  # fmt: skip
-KINDS: Final[tuple[StepKind, ...]] = ("decode", "prefill", "mixed")
 HELD_OUT_EVERY: Final = 4
 ROUNDS: Final = 10
 # An error of this size weighs as much again as an error of 0; at most MAX_WEIGHT.
@@ -83,7 +82,7 @@ def sample_shapes() -> list[StepShape]:
 def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
     """Return the best curve for the steps that are not held out."""
     steps = [each for n, each in enumerate(sampled) if n % HELD_OUT_EVERY]
-    counts = {kind: sum(each.shape.kind == kind for each in steps) for kind in KINDS}
+    counts = {kind: sum(each.shape.kind == kind for each in steps) for kind in STEP_KINDS}
     rows = [_row(each.shape) for each in steps]
     weights = [1 / (counts[each.shape.kind] ** 0.5 * each.seconds) for each in steps]
     error_weights = [1.0] * len(steps)
@@ -101,7 +100,7 @@ def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
 
 def errors(time: StepTime, sampled: Sequence[TimedStep]) -> dict[StepKind, FitError]:
     found: dict[StepKind, FitError] = {}
-    for kind in KINDS:
+    for kind in STEP_KINDS:
         step_errors = [
             abs(time.seconds(each.shape) / each.seconds - 1)
             for each in sampled
@@ -131,7 +130,7 @@ def misses(found: Mapping[StepKind, FitError]) -> list[str]:
 def _score(steps: Sequence[TimedStep], step_errors: Sequence[float]) -> float:
     """Return how far the worst target or median is exceeded, or nearly reached."""
     score = max(step_errors) / WORST_TARGET
-    for kind in KINDS:
+    for kind in STEP_KINDS:
         pairs = zip(steps, step_errors, strict=True)
         of_kind = [error for step, error in pairs if step.shape.kind == kind]
         if of_kind:

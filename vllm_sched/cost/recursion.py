@@ -53,10 +53,8 @@ class Recursion:
         for _ in range(0 if regime.decodes_pause else MAX_ROUNDS):
             before = ends
             while_held, ends = self._descend(self._after_batch(ends), threshold)
-            if (
-                sum(abs(share - before.get(active, 0.0)) for active, share in ends.items())
-                < MAX_CHANGE
-            ):
+            changes = (abs(share - before.get(active, 0.0)) for active, share in ends.items())
+            if sum(changes) < MAX_CHANGE:
                 break
         seconds = sum(share * regime.decode_seconds(active) for active, share in while_held.items())
         steps = sum(while_held.values())

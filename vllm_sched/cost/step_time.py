@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from vllm_sched.errors import UsageError
 
@@ -25,6 +25,7 @@ UNBOUNDED = 1 << 30
 
 
 StepKind = Literal["decode", "prefill", "mixed"]
+STEP_KINDS: Final[tuple[StepKind, ...]] = get_args(StepKind)
 
 
 class Chunk(NamedTuple):

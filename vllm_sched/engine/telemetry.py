@@ -162,9 +162,8 @@ class EngineStats:
         engine_gauges = EngineGauges(self.policies, scheduler.running, self._lanes_of_running)
         gauges = engine_gauges.read(scheduler.waiting, held_by)
         gauges["step_budget_tokens"][()] = self.budget
-        if (model := self._fit.model) is not None:
-            for name, seconds in model.to_json().items():
-                gauges["step_time_coefficient_seconds"][name.removesuffix("_s"),] = seconds
+        for name, seconds in self._fit.coefficients().items():
+            gauges["step_time_coefficient_seconds"][name.removesuffix("_s"),] = seconds
         return metrics.EngineState(
             gauges,
             {(p.name, name): value for p in self.policies for name, value in p.gauges().items()},

@@ -110,9 +110,9 @@ class _Replay:
     def events(
         self, log: Iterable[TracedArrival | TracedStep], now: float, engine: str
     ) -> Iterator[str]:
-        yield _name_event("process_name", ENGINE, 0, f"engine {engine}")
-        yield _name_event("process_name", REQUESTS, 0, f"requests on engine {engine}")
-        yield _name_event("thread_name", ENGINE, 1, "steps")
+        yield _track_name("process_name", ENGINE, 0, f"engine {engine}")
+        yield _track_name("process_name", REQUESTS, 0, f"requests on engine {engine}")
+        yield _track_name("thread_name", ENGINE, 1, "steps")
         for entry in log:
             if isinstance(entry, TracedArrival):
                 tokens = f"{entry.prompt_tokens:,} tokens"
@@ -125,7 +125,7 @@ class _Replay:
     def _begin_track(self, request_id: str, remark: str, idle_since: float | None) -> str:
         track = _Track(next(self._numbers), idle_since)
         self._tracks[request_id] = track
-        return _name_event("thread_name", REQUESTS, track.number, f"{request_id} ({remark})")
+        return _track_name("thread_name", REQUESTS, track.number, f"{request_id} ({remark})")
 
     def _step(self, step: TracedStep) -> Iterator[str]:
         for request_id in step.ended:
@@ -149,12 +149,11 @@ class _Replay:
             f'"prefill_tokens":{prefill},"prefills":{prefills},'
             f'"decodes":{len(step.tokens) - prefills}'
         )
-        yield _slice_event(ENGINE, 1, step.kind, step.start, step.end, facts)
-        tokens = f'"prefill":{prefill},"decode":{total - prefill}'
-        yield _counter_event("tokens", step.start, tokens)
-        yield _counter_event("budget", step.start, f'"tokens":{step.budget}')
+        yield _slice(ENGINE, 1, step.kind, step.start, step.end, facts)
+        yield _counter("tokens", step.start, f'"prefill":{prefill},"decode":{total - prefill}')
+        yield _counter("budget", step.start, f'"tokens":{step.budget}')
         counts = f'"running":{step.running},"waiting":{step.waiting}'
-        yield _counter_event("requests", step.start, counts)
+        yield _counter("requests", step.start, counts)
 
     def _request_events(self, step: TracedStep, request_id: str, tokens: int) -> Iterator[str]:
         if request_id not in self._tracks:  # its arrival was dropped
@@ -164,13 +163,13 @@ class _Replay:
         name, facts = "decode", f'"tokens":{tokens}'
         if (context := step.contexts.get(request_id)) is not None:
             name, facts = "prefill", f'{facts},"computed_before":{context}'
-        yield _slice_event(REQUESTS, track.number, name, step.start, step.end, facts)
+        yield _slice(REQUESTS, track.number, name, step.start, step.end, facts)
         track.last = step.end
 
 
 def _idle_until(track: _Track, now: float) -> Iterator[str]:
     if track.idle_since is not None:
-        yield _slice_event(REQUESTS, track.number, track.phase, track.idle_since, now)
+        yield _slice(REQUESTS, track.number, track.phase, track.idle_since, now)
         track.idle_since = None
 
 
@@ -185,7 +184,7 @@ def chrome_trace(
     yield "\n]}\n"
 
 
-def _name_event(kind: str, process: int, thread: int, name: str) -> str:
+def _track_name(kind: str, process: int, thread: int, name: str) -> str:
     event = {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
     return json.dumps(event, separators=(",", ":"))
 
@@ -193,9 +192,7 @@ def _name_event(kind: str, process: int, thread: int, name: str) -> str:
 # Formatted by hand: a serializer takes five times as long.
 
 
-def _slice_event(
-    process: int, thread: int, name: str, start: float, end: float, facts: str = ""
-) -> str:
+def _slice(process: int, thread: int, name: str, start: float, end: float, facts: str = "") -> str:
     # Ends are rounded, not durations, so that neighbours do not overlap.
     begin = round(start * MICRO)
     return (
@@ -204,7 +201,7 @@ def _slice_event(
     )
 
 
-def _counter_event(name: str, at: float, values: str) -> str:
+def _counter(name: str, at: float, values: str) -> str:
     at_us = round(at * MICRO)
     return f'{{"ph":"C","name":"{name}","pid":{ENGINE},"tid":0,"ts":{at_us},"args":{{{values}}}}}'
 

@@ -234,15 +234,13 @@ class ChunkBudget(Policy):
         measured.observe(tokens, seconds, limit_s=self._itl_s, margin=error.margin)
 
     def gauges(self) -> Mapping[str, float]:
-        gauges = {
+        return {
             "chunk_budget_tokens": float(self._prefill_tokens),
             "margin": self.prediction_error.margin,
             "drift": self.prediction_error.drift,
             "predicted_step_seconds": self._predicted_s,
+            **{f"fit_{name}": value for name, value in self.fit.coefficients().items()},
         }
-        if self.fit.model is not None:
-            gauges |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
-        return gauges
 
     def counters(self) -> Mapping[str, float]:
         return {"long_steps": float(self._long_steps), "slack_steps": float(self._slack_steps)}

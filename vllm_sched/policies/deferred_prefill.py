@@ -243,9 +243,7 @@ class DeferredPrefill(Policy):
         if lengths.is_known:
             gauges["mean_output_tokens"] = lengths.mean_output
             gauges["mean_prompt_tokens"] = lengths.mean_prompt
-        if self.fit.model is not None:
-            gauges |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
-        return gauges
+        return gauges | {f"fit_{name}": value for name, value in self.fit.coefficients().items()}
 
     def counters(self) -> Mapping[str, float]:
         return {

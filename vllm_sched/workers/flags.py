@@ -78,12 +78,12 @@ def int_value(words: Sequence[str], name: str) -> int | None:
     return int(value) if value is not None and plain else None
 
 
-def object_key(words: Sequence[str], name: str, inner: str) -> Any:
+def json_key(words: Sequence[str], name: str, inner: str) -> Any:
     """Return a key of an object flag, given in JSON or as `--name.key`; None if absent."""
-    return (object_value(words, name) or {}).get(inner)
+    return (json_object(words, name) or {}).get(inner)
 
 
-def object_value(words: Sequence[str], name: str) -> dict[str, Any] | None:
+def json_object(words: Sequence[str], name: str) -> dict[str, Any] | None:
     """Return an object flag merged with its `--name.key` flags; None if neither is given.
 
     A value that is not a JSON object counts as empty, because vLLM reports it.

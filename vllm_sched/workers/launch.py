@@ -33,13 +33,7 @@ from typing import TYPE_CHECKING, Final, Self
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
-from vllm_sched.workers.flags import (
-    absolute_config,
-    flag_names,
-    object_key,
-    parse,
-    with_config_file,
-)
+from vllm_sched.workers.flags import absolute_config, flag_names, json_key, parse, with_config_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -348,7 +342,7 @@ def scheduler_cls(flags: Sequence[str] = ()) -> str:
     """
     flags = with_config_file(flags)
     asked = [flag.name for flag in parse(flags) if flag.name in (ASYNCHRONOUS, SYNCHRONOUS)]
-    draft_method = object_key(flags, "--speculative-config", "method")
+    draft_method = json_key(flags, "--speculative-config", "method")
     synchronous = asked[-1:] == [SYNCHRONOUS] or draft_method in SYNCHRONOUS_DRAFTS
     with suppress(WorkerError):  # without vLLM the command can still be printed
         synchronous = synchronous or on_cpu()

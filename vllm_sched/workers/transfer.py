@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_sched.workers.flags import object_value, with_config_file
+from vllm_sched.workers.flags import json_object, with_config_file
 
 # vLLM's classes by connector, compatible within a line; the first installed one is used.
 CLASSES: Mapping[str, tuple[str, ...]] = {
@@ -108,4 +108,4 @@ def user_config(args: Sequence[str]) -> dict[str, Any] | None:
 
     To vLLM, a single key replaces all that was written before it.
     """
-    return object_value(with_config_file(args), CONFIG_FLAG)
+    return json_object(with_config_file(args), CONFIG_FLAG)

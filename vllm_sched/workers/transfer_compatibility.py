@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import (
     CONFIG_FLAG,
+    json_key,
+    json_object,
     last_value,
-    object_key,
-    object_value,
     parse,
     with_config_file,
 )
@@ -110,7 +110,7 @@ def _explicit_value(args: Sequence[str], name: str) -> str:
     """Return the explicit value of a flag or its object key, or an empty text."""
     value = last_value(args, name)
     if value is None and name == "--attention-backend":
-        value = object_key(args, "--attention-config", "backend")
+        value = json_key(args, "--attention-config", "backend")
     return value if isinstance(value, str) else ""
 
 
@@ -132,7 +132,7 @@ def _used_value(args: Sequence[str], name: str, model: str) -> str:
 
 def _json_value(args: Sequence[str], name: str) -> str:
     """Return the normalised JSON of a flag or its keys, or an empty text."""
-    if value := object_value(args, name):
+    if value := json_object(args, name):
         return json.dumps(value, sort_keys=True)
     text = last_value(args, name) or ""  # vLLM refuses text that is not a JSON object
     return "" if text.strip() == "{}" else text
@@ -140,7 +140,7 @@ def _json_value(args: Sequence[str], name: str) -> str:
 
 def _draft_settings(args: Sequence[str], model: str) -> str:
     """Return the draft settings that must match as normalised JSON, or an empty text."""
-    given = object_value(args, DRAFT_FLAG) or {}
+    given = json_object(args, DRAFT_FLAG) or {}
     given = {name.replace("-", "_"): value for name, value in given.items()}
     given |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last_value(args, flag))}
     compared = {name: given[name] for name in COMPARED_DRAFT_KEYS if given.get(name)}

@@ -355,7 +355,7 @@ def find_profile(text: str) -> Profile:
         raise UsageError(f"profile {text}: {error}") from None
 
 
-def matching_names(text: str) -> list[str]:
+def named_by(text: str) -> list[str]:
     """Return the profiles of `model=M,system=S`, of the optional source if none is built in.
 
     Another text is returned as it is.

@@ -24,9 +24,8 @@ from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost.calibration import Calibration, calibrate, nearest, ratios_to
 from vllm_sched.cost.kv_size import kv_bytes_per_token
-from vllm_sched.cost.online_fit import FEATURE_COEFFICIENTS
 from vllm_sched.cost.profiles import USAGE, measured
-from vllm_sched.cost.step_time import StepKind, StepTime
+from vllm_sched.cost.step_time import STEP_KINDS, StepKind, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.sim.fleet.models import of_profile
@@ -238,7 +237,7 @@ def to_json(facts: Mapping[str, Any], found: Calibration, whole: WholePrompts) -
         "front_s": whole.front_s,
         "intervals": dict(found.intervals),
         "held_out_error": {
-            "all": found.error(), **{kind: found.error(kind) for kind in FEATURE_COEFFICIENTS},
+            "all": found.error(), **{kind: found.error(kind) for kind in STEP_KINDS},
         },
         "whole_prompts": [
             {**asdict(each), "expected_s": expected} for each, expected, _ in whole.errors()

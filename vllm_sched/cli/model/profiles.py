@@ -11,8 +11,8 @@ from rich.table import Table
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.output import Output
 from vllm_sched.cost import profiles
-from vllm_sched.cost.profile_fit import KINDS, FitError
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.profile_fit import FitError
+from vllm_sched.cost.step_time import STEP_KINDS, StepShape
 from vllm_sched.errors import UsageError
 
 NOTE: Final = (
@@ -42,7 +42,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run_profiles(args: argparse.Namespace) -> int:
     console = Output()
-    if args.unavailable:
+    if args.missing:
         _print_missing(console, args.words)
         return 0
     everything = [*profiles.ASSUMED.values(), *profiles.measured().values()]
@@ -79,7 +79,7 @@ def _matches(name: str, words: list[str]) -> bool:
 
 
 def _table(found: list[profiles.Profile]) -> Table:
-    errors = (f"{kind}\nerr %" for kind in KINDS)
+    errors = (f"{kind}\nerr %" for kind in STEP_KINDS)
     headings = ("KV, k", f"{MANY} dec\nms", "2k pre\nms", *errors)
     layout = plain_table(["profile"], headings, padding=(0, 1, 0, 0))
     for column in layout.columns:
@@ -92,7 +92,7 @@ def _table(found: list[profiles.Profile]) -> Table:
             f"{each.size.kv_tokens() / 1000:,.0f}",
             f"{decode * 1000:.3g}",
             f"{each.time.seconds(prompt) * 1000:.3g}",
-            *(_error(each.errors.get(kind), assumed=each.key is None) for kind in KINDS),
+            *(_error(each.errors.get(kind), assumed=each.key is None) for kind in STEP_KINDS),
         )
     return layout
 

@@ -53,10 +53,7 @@ class LoraSlots:
                 self._closed_adapter = oldest
 
     def _longest_waiting(self) -> int | None:
-        """Return the adapter that waits longest, if longer than MAX_WAIT_S.
-
-        Its wait starts anew if a slot was kept for it in vain.
-        """
+        """Return the adapter that waits longest; its wait starts anew after a slot kept in vain."""
         if not self._skipped_adapters:
             return None
         adapter, skipped = min(self._skipped_adapters.items(), key=lambda item: item[1].since)
