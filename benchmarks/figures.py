@@ -67,7 +67,7 @@ FLEETS: Mapping[str, FleetShape | Policies] = {
 }
 FIGURES = ("lengths", "systems", "policies", "steps", "fleets", "deferred")  # for --only
 REFERENCE_RATE = 5000 / 3600
-LOADS = (1, 3, 6, 9, 12, 15, 18)  # multiples of REFERENCE_RATE
+LOADS = (1, 9, 18, 24, 30, 36, 48, 72)  # multiples of REFERENCE_RATE
 HUNDRED = 100
 STALL_S = 0.3
 NOT_DRAWN = ("deferred",)  # holds no request on this machine, so its line is that of vLLM
@@ -157,7 +157,7 @@ class Figures:
         gaps: dict[str, list[float]] = {}
         for name, given in SYSTEMS.items():
             points = {}
-            for rate in (0.5, 1.0, TAIL_RATE, 2.0, 2.5, 3.0):
+            for rate in (0.5, TAIL_RATE, 2.5, 3.5, 4.5, 5.5, 7.0, 9.0):
                 seeds = range(1 if self.exact else 3)
                 played = [self._system(machine, given, rate, seed) for seed in seeds]
                 points[rate] = [goodput for goodput, _ in played]

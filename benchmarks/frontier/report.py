@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from statistics import median
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from rich import box
 from rich.table import Table
 
 from benchmarks.frontier.cells import BASELINES, DEFAULT, UPSTREAM
 from benchmarks.frontier.play import Figures
-from vllm_sched.bench.plots.style import line_styles, picture
+from vllm_sched.bench.plots.style import line_styles, picture, plain_log
 
 HEADINGS: Final = ("short TTFT p99", "long TTFT mean", "ITL p99", "tokens/s")
 # Largest ratio of shorts' TTFT to vLLM's: in bursts, shorts have several longs ahead; in the other
@@ -87,15 +87,48 @@ def missed_targets(load: str, variants: VariantFigures) -> list[str]:
 
 
 def draw(stem: Path, cells: Mapping[str, VariantFigures]) -> None:
-    """Draw each variant in each cell with long prompts: longs' delay and shorts' gain."""
+    """Draw long prompts' delay and short prompts' gain by policy, a panel for each load.
+
+    A point is the median of the machines and budgets; its bars reach the least and the worst.
+    """
+    loads: dict[str, list[VariantFigures]] = {}
+    for cell, variants in cells.items():
+        if all(ratios(variants, DEFAULT)[:2]):  # not of chats or embeddings alone
+            loads.setdefault(cell.rpartition(", ")[2], []).append(variants)
     names = [name for name in next(iter(cells.values())) if name != UPSTREAM]
-    title = "short prompts' TTFT p99 and long prompts' mean TTFT, relative to vLLM's scheduler"
-    with picture(stem, title, "long prompts", "short prompts") as axes:
-        for name, style in zip(names, line_styles(len(names)), strict=True):
-            points = [ratios(variants, name)[:2] for variants in cells.values()]
-            known = [(long, short) for short, long in points if short and long]
-            axes.scatter(*zip(*known, strict=True), label=name, color=style["color"], s=14)
-        axes.set_yscale("log")
-        axes.axvline(1.05, linewidth=0.8, color="grey")
-        axes.axhline(0.07, linewidth=0.8, color="grey")
-        axes.legend(fontsize="small")
+    with picture(stem, "", "", "", inches=(9.5, 7.4)) as whole:
+        figure = whole.figure
+        whole.remove()
+        figure.suptitle("Time to first token, relative to vLLM's scheduler", weight="bold")
+        panels = figure.subplots(2, 2, sharex=True, sharey=True)
+        for panel in panels[-1]:
+            panel.set_xlabel("long prompts, mean")
+        for panel in panels[:, 0]:
+            panel.set_ylabel("short prompts, p99")
+        for panel, (load, of_load) in zip(panels.flat, loads.items(), strict=False):
+            panel.set_title(load, fontsize="medium")
+            panel.plot(1, 1, "*", color="black", markersize=11, label="vLLM's scheduler")
+            for name, style in zip(names, line_styles(len(names)), strict=True):
+                _draw_variant(panel, [ratios(variants, name) for variants in of_load], name, style)
+            panel.set_xscale("log")
+            panel.set_yscale("log")
+            plain_log(panel.xaxis, "x")
+            plain_log(panel.yaxis, "x")
+        handles, labels = panels.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+
+
+def _draw_variant(panel: Any, figures: Sequence[Ratios], name: str, style: dict[str, Any]) -> None:
+    shorts, longs = ([each[i] or 1.0 for each in figures] for i in (0, 1))
+    x, y = median(longs), median(shorts)
+    panel.errorbar(
+        x,
+        y,
+        xerr=[[x - min(longs)], [max(longs) - x]],
+        yerr=[[y - min(shorts)], [max(shorts) - y]],
+        color=style["color"],
+        marker=style["marker"],
+        linestyle="none",
+        elinewidth=0.6,
+        label=name,
+    )

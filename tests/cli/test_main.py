@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +69,26 @@ def test_reader_that_ends_causes_no_traceback(command: str, unbuffered: str) -> 
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("unwritable", ["pipe", "disk", "terminal"])
+def test_results_are_saved_although_they_cannot_be_printed(unwritable: str, tmp_path: Path) -> None:
+    saved, fleet = tmp_path / "saved.json", tmp_path / "fleet.yaml"
+    fleet.write_text("model: m\nworkers:\n  - {name: w0, profile: h100-8b, url: http://h:1}\n")
+    words = ["--engine", "fluid", "--workload", "9x9", "--num-requests", "9", "--save", str(saved)]
+    if unwritable == "disk":
+        output = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, output = os.pipe() if unwritable == "pipe" else os.openpty()
+        os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_sched.cli.main", "simulate", str(fleet), *words],
+            stdout=output, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    finally:
+        os.close(output)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert json.loads(saved.read_text())["completed"] == 9
+    if unwritable != "pipe":
+        assert done.stderr.splitlines()[-1].startswith("vllm-sched simulate: standard output: ")

@@ -33,10 +33,12 @@ def test_bar_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert progress_bar.terminal(seen) is seen
     assert progress_bar.terminal(piped) is None
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
     beside = progress_bar.terminal(piped)
     assert beside is not None
-    assert beside.file is sys.stderr
+    beside.print("a bar")
+    assert "a bar" in stderr.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes no terminal
     assert progress_bar.terminal(Console(file=io.StringIO())) is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy.transfer.registry import CONNECTORS
 from vllm_sched.workers import launch, transfer
 
 
@@ -26,6 +27,13 @@ def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.Mon
     monkeypatch.setattr(transfer, "_factory_source", lambda: '"SharedStorageConnector"')
     assert not transfer.missing_requirement("shared-storage")
     assert transfer.missing_requirement("nixl").endswith("has no NixlConnector")
+    monkeypatch.setattr(transfer, "_factory_source", lambda: "")
+    assert not transfer.missing_requirement("mooncake")  # without vLLM the start of a worker fails
+
+
+def test_every_connector_of_the_router_has_vllms_class() -> None:
+    for name in CONNECTORS:
+        assert transfer.connector_class(name)
 
 
 def test_vllms_list_of_connectors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 CLOSED_OUTPUT = 1
 BAD_USAGE = 2
 INTERRUPTED = 130  # a shell's status for Ctrl-C
+# The last error of standard output that did not end the command; `main` reports it at the end.
+lost_output: Final[list[OSError]] = []
 
 
 @contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Handle SIGTERM, which `timeout`, CI and containers send, like Ctrl-C."""
+def signals_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM and a closed terminal's SIGHUP, unless `nohup` ignores it, like Ctrl-C."""
 
     def pass_on(*_: object) -> None:
         if callable(signal.getsignal(signal.SIGINT)):
@@ -21,11 +24,16 @@ def sigterm_as_interrupt() -> Iterator[None]:
         else:  # SIGINT is ignored in a shell's background jobs
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in numbers}
+    for number, handler in before.items():
+        if number == signal.SIGTERM or handler != signal.SIG_IGN:
+            signal.signal(number, pass_on)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

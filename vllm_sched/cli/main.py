@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,13 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from proxy.errors import ProxyError
-from vllm_sched.cli.exits import BAD_USAGE, CLOSED_OUTPUT, INTERRUPTED, sigterm_as_interrupt
+from vllm_sched.cli.exits import (
+    BAD_USAGE,
+    CLOSED_OUTPUT,
+    INTERRUPTED,
+    lost_output,
+    signals_as_interrupt,
+)
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.version import __version__
 
@@ -20,6 +27,8 @@ from vllm_sched.version import __version__
 MEASURING_COMMANDS = frozenset(
     ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
 )
+# Of standard output: its reader has ended, the disk is full, the terminal was closed.
+OUTPUT_ERRORS = frozenset((errno.EPIPE, errno.ENOSPC, errno.EIO))
 # The module of each command, in the order of --help.
 MODULES = {
     "serve": "serve",
@@ -63,18 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # stderr is closed: `print` would write to stdout instead
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     command = "".join(argv[:1])
+    name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"
     try:
-        with sigterm_as_interrupt() if command in MEASURING_COMMANDS else nullcontext():
+        with signals_as_interrupt() if command in MEASURING_COMMANDS else nullcontext():
             try:
                 return _run(argv)
             finally:
+                if lost_output:
+                    raise lost_output.pop()
                 if sys.stdout is not None:
                     sys.stdout.flush()
     except KeyboardInterrupt:
-        name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        if error.errno != errno.EPIPE:  # otherwise the reader has ended, as `head` does
+            print(f"{name}: standard output: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_OUTPUT
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, Final, cast
 
 from rich.console import Console
+from rich.table import Table
 
+from vllm_sched.cli.exits import lost_output
 from vllm_sched.errors import UsageError
+
+MIN_TABLE_WIDTH: Final = 80
 
 
 def require_folders(*paths: Path | None) -> None:
@@ -56,11 +62,38 @@ def _require_writable(path: Path, there: Path) -> None:
         raise UsageError(f"{path}: {there} is not writable; choose another place")
 
 
-class Output(Console):
-    """Standard output: tables, and lines that are not cut to the terminal's width."""
+class LastingStream:
+    """A stream whose last error goes to a list: a command without a reader saves its results."""
 
-    def __init__(self) -> None:
-        super().__init__(markup=False, highlight=False)
+    def __init__(self, stream: IO[str], failures: list[OSError]) -> None:
+        self._stream = stream
+        self._failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:
+            self._failures[:] = [error]
+
+    def flush(self) -> None:
+        """Do nothing: each write was flushed."""
+
+
+class Output(Console):
+    """Standard output or error: tables, and lines that are not cut to the terminal's width."""
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        stream, failures = (sys.stderr, []) if stderr else (sys.stdout, lost_output)
+        file = None if stream is None else cast("IO[str]", LastingStream(stream, failures))
+        super().__init__(file=file, stderr=stderr, width=width, markup=False, highlight=False)
+
+    def print_table(self, table: Table) -> None:
+        """Print a table for at least `MIN_TABLE_WIDTH` columns: less would cut off digits."""
+        Output(width=max(self.width, MIN_TABLE_WIDTH)).print(table)
 
     def print_text(self, text: str, style: str = "dim") -> None:
         self.print(text, style=style, soft_wrap=True)

@@ -14,12 +14,14 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_sched.cli.output import Output
+
 LINE_INTERVAL_S: Final = 10.0
 
 
 def terminal(console: Console) -> Console | None:
     """Return a console that can draw a bar: this one or stderr; None if neither can."""
-    for each in (console, Console(markup=False, stderr=True)):
+    for each in (console, Output(stderr=True)):
         # rich takes a pipe for a terminal if FORCE_COLOR is set.
         if each.is_terminal and not each.is_dumb_terminal and each.file.isatty():
             return each

@@ -68,8 +68,13 @@ def connector_classes(connector: str, mode: str = "pull") -> tuple[str, ...]:
 
 
 def missing_requirement(connector: str, mode: str = "pull") -> str:
-    """Return the vLLM class or package that a connector lacks here, or an empty text."""
-    if f'"{connector_class(connector, mode)}"' not in _factory_source():
+    """Return the vLLM class or package that a connector lacks here, or an empty text.
+
+    Without vLLM nothing is missing: the start of a worker reports that.
+    """
+    if not (known_classes := _factory_source()):
+        return ""
+    if f'"{connector_class(connector, mode)}"' not in known_classes:
         return f"the vLLM installed here has no {connector_class(connector, mode)}"
     packages = PACKAGES.get(connector, ())
     if packages and not any(map(_importable, packages)):

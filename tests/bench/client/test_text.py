@@ -33,6 +33,8 @@ def test_prompt_has_the_words_for_its_tokens(tokens: int, per_word: float, fixed
     measure = Measure(per_word, fixed)
     prompt = TEXTS.prompt(1, Request(0, "a", tokens, 1), measure)
     assert len(prompt.split()) == max(1, measure.words(tokens))
+    opening = TEXTS.joined([("shared", 1), ("own", tokens)], measure)
+    assert len(opening.split()) == max(1, measure.words(tokens + 1))
 
 
 def test_requests_share_exactly_their_shared_blocks() -> None:

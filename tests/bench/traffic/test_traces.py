@@ -98,8 +98,8 @@ def test_block_tokens_sets_the_block_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{oops", r"is not JSON: '\{oops'"),
-        ("[1]", r"is not a JSON object"),
+        ("{oops", r"is not a JSON object, as each line must be: '\{oops'"),
+        ("[1]", r"is not a JSON object, as each line must be: '\[1\]'"),
         ({k: v for k, v in GOOD[0].items() if k != "timestamp"}, r"timestamp is missing"),
         (GOOD[0] | {"timestamp": "soon"}, r"timestamp is 'soon'; it must be milliseconds"),
         (GOOD[0] | {"timestamp": -1}, r"timestamp is -1"),

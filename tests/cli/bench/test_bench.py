@@ -82,7 +82,9 @@ def test_trace_is_played_at_its_own_times(tmp_path: Path, program: Program) -> N
     line = {"input_length": 30, "output_length": 2}
     trace.write_text("".join(json.dumps(line | {"timestamp": 10 * i}) + "\n" for i in range(9)))
     with running(FakeOpenAI()) as fake:
-        program("bench", "--url", fake.url, "--workload", trace, "--trace", "--save", save)
+        words = ["--workload", trace, "--trace", "--save", save]
+        printed = program("bench", "--url", fake.url, *words)
+    assert printed.err.splitlines()[0].endswith(", requests: 9 in 0.08 s")
     result = json.loads(save.read_text())
     assert result["start_times"] == pytest.approx([0.01 * i for i in range(9)])
     assert result["workload"] == {

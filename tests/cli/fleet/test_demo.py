@@ -58,7 +58,7 @@ def test_fleet_without_launch_or_connector_is_refused(
     source = tmp_path / "fleet.yaml"
     source.write_text("model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n")
     assert "workers[0].launch: is missing" in program.refusal("demo", source)
-    monkeypatch.setattr(transfer, "_factory_source", lambda: "")
+    monkeypatch.setattr(transfer, "_factory_source", lambda: '"ExampleConnector"')
     assert "has no NixlConnector" in program.refusal("demo", FLEET)
 
 

@@ -87,7 +87,7 @@ async def test_cache_size_is_read_from_kv_cache_size_tokens() -> None:
     async with served(StepServer(TIME, metrics=page)) as url:
         with wire_to(url) as wire:
             api = TokenApi(wire)
-            await api.read_cache()
+            await api.read_metrics()
     assert (api.kv_tokens, api.block_tokens) == (1500, 32)
 
 
@@ -122,6 +122,7 @@ def test_calibrate_recovers_known_step_times(
 ) -> None:
     cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
     page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
+    page += 'vllm_sched_info{policies="none",x="y"} 1.0\n'
     url = in_virtual_time(StepServer(TIME, budget=128, max_model_len=1024, metrics=page))
     saved = ("--save", cost, "--plot", picture)
     printed = program("calibrate", "--url", url, *SMALL, *saved, "--profile", "h200-8b").out
@@ -187,8 +188,20 @@ def test_refused_connection_is_reported(program: Program) -> None:
         (StepServer(TIME, ends_after=3), "a response ended after 3 of 44 tokens"),
         (StepServer(TIME, max_model_len=150), "leaves a prompt 58 next to 2 decodes"),
         (StepServer(TIME, budget=64, max_model_len=700), "--budget 128 must be the worker's"),
+        (
+            StepServer(TIME, metrics='vllm_sched_info{policies="lanes+long_prompt",x="y"} 1.0\n'),
+            "runs lanes and long_prompt, and policies change what a step computes",
+        ),
     ],
-    ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
+    ids=[
+        "no vLLM",
+        "a login page",
+        "refuses",
+        "ends early",
+        "small context",
+        "another budget",
+        "policies",
+    ],
 )
 def test_unmeasurable_worker_is_reported(
     server: StepServer, message: str, in_virtual_time: Callable[[StepServer], str], program: Program

@@ -254,11 +254,11 @@ def test_progress_is_printed_as_lines_without_a_terminal(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_sched.cli.progress_bar.LINE_INTERVAL_S", 0.0)
-    printed = program(*PLAN, *ONE_POLICY, *TARGETS)
+    printed = program(*PLAN, *ONE_POLICY, *TARGETS, "--gpus", "4")
     began, *progress, ended = printed.err.splitlines()
     assert began == "vllm-sched plan: planning for 2000x20"
     assert ended == "vllm-sched plan: done"
-    assert any(re.search(r"; 2 general; no policy: [\d,]+ requests$", line) for line in progress)
+    assert any(re.search(r"; 4 general; no policy: [\d,]+ requests$", line) for line in progress)
     shares = [int(line.split("plan: ")[1].split("%")[0]) for line in progress]
     assert shares == sorted(shares)
     assert 50 < shares[-1] < 100

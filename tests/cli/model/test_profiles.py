@@ -29,6 +29,14 @@ def test_all_are_listed_with_source_and_errors(program: Program) -> None:
     assert "h100-8b: short for h100-llama-3.1-8b-bf16-tp1" in printed.out
 
 
+def test_narrow_terminal_cuts_no_digits(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = program("profiles", "qwen3-235b").out
+    assert " 1,143 " in wide
+    monkeypatch.setenv("COLUMNS", "40")
+    assert program("profiles", "qwen3-235b").out == wide
+
+
 def test_some_are_listed_and_missing_ones_have_a_reason(program: Program) -> None:
     printed = program("profiles", "deepseek", "h200").out
     assert "h200-deepseek-v3-fp8-tp8" in printed

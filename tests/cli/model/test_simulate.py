@@ -111,6 +111,11 @@ def test_profile_option_applies_to_workers_without_one(program: Program, fleet: 
     program(*words, "--profile", "h200-8b")
 
 
+def test_profile_option_without_effect_is_refused(program: Program, fleet: Path) -> None:
+    line = program.refusal("simulate", fleet, *LOAD, "--profile", "h200-8b")
+    assert "--profile h200-8b: has no effect, because every worker in" in line
+
+
 @pytest.mark.usefixtures("svg_only")
 def test_ignored_settings_are_reported(program: Program, fleet: Path) -> None:
     fleet.write_text(FLEET.replace("long_prompt: {}", "lanes: {}") + TENANTS)

@@ -48,27 +48,27 @@ def test_paper_regime_and_mixed_steps(
     program: Program, regimes: Callable[..., Regimes], tmp_path: Path
 ) -> None:
     found = regimes(*A100)
-    apart, riding = found["apart"], found["riding along"]
-    assert apart["closed_form"] == apart["recursion"] == 25
-    best = next(row for row in apart["rows"] if row["k"] == 25)
-    at_once = apart["rows"][0]
+    separate, mixed = found["separate prefills"], found["mixed steps"]
+    assert separate["closed_form"] == separate["recursion"] == 25
+    best = next(row for row in separate["rows"] if row["k"] == 25)
+    at_once = separate["rows"][0]
     assert best["throughput"] / at_once["throughput"] == pytest.approx(1.130, abs=0.003)
     served = best["simulated"]["served_s"] / at_once["simulated"]["served_s"]
     assert served == pytest.approx(0.865, abs=0.01)
-    assert 1 < apart["run"] < 25
-    assert apart["gain"] > 1.12
-    assert riding["run"] == riding["recursion"] == 1
+    assert 1 < separate["run"] < 25
+    assert separate["gain"] > 1.12
+    assert mixed["run"] == mixed["recursion"] == 1
     picture = tmp_path / "curve.svg"
     printed = program("threshold", *A100, "--plot", picture).out
     assert "K* = 25 by formula, 25 by recursion; run departures=13: +12.5 %" in printed
     assert "run departures=1: no larger K gains anything" in printed
-    assert "best, apart: 25" in picture.read_text()
+    assert "best, separate prefills: 25" in picture.read_text()
     assert picture.read_text().count('<g id="line">') == 4
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"step_time": find("a100-8b").time.to_json()}))
     assert regimes(*PAPER, "--cost", path) == found
-    assert 1 < regimes(*A100, "--itl-ms", "150")["apart"]["run"] < apart["run"]
-    assert regimes(*A100, "--budget", "2048")["apart"]["recursion"] == 9
+    assert 1 < regimes(*A100, "--itl-ms", "150")["separate prefills"]["run"] < separate["run"]
+    assert regimes(*A100, "--budget", "2048")["separate prefills"]["recursion"] == 9
 
 
 @pytest.mark.parametrize("profile", ["a100-opt-13b", "h100-70b-tp4"])
@@ -87,14 +87,14 @@ def test_formula_recursion_and_simulation_agree(
 
 def test_run_threshold_matches_the_policys_max_delay(regimes: Callable[..., Regimes]) -> None:
     slow = (*PAPER, "--profile", "a100-70b-tp4")
-    run = regimes(*slow)["apart"]["run"]
+    run = regimes(*slow)["separate prefills"]["run"]
     # The policy waits for departures during half of the longest hold.
-    longest = regimes(*slow, "--max-delay-ms", "60000")["apart"]
+    longest = regimes(*slow, "--max-delay-ms", "60000")["separate prefills"]
     assert 1 < run < longest["run"]
     regime = Regime(**longest["regime"])
     assert regime.hold_seconds(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
     assert regime.hold_seconds(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
-    assert regimes(*slow, "--max-delay-ms", "0")["apart"]["run"] == 1
+    assert regimes(*slow, "--max-delay-ms", "0")["separate prefills"]["run"] == 1
 
 
 def test_answers_of_millions_of_tokens_are_computed(regimes: Callable[..., Regimes]) -> None:

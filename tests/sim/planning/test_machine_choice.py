@@ -168,10 +168,13 @@ def test_fleet_file_of_unequal_workers_has_their_flags(tmp_path: Path) -> None:
     roles = ("prefill", "decode")
     # The commands in the head of the file start the same workers.
     serve = [shlex.split(line[1:]) for line in path.read_text().splitlines() if " serve " in line]
+    assert [words.pop(0) for words in serve] == ["VLLM_NIXL_SIDE_CHANNEL_HOST=THIS_HOST"] * 2
     assert [words[:3] for words in serve] == [["vllm-sched", "serve", config.model]] * 2
     for words, role, side in zip(serve, roles, ("producer", "consumer"), strict=True):
         worker = next(each for each in config.workers if each.role == role)
         assert worker.launch is not None
         assert words[3:5] == ["--policy", "none"]
         assert words[5:-1] == [*worker.launch.args]
-        assert json.loads(words[-1].partition("=")[2])["kv_role"] == f"kv_{side}"
+        transfer = json.loads(words[-1].partition("=")[2])
+        assert transfer["kv_role"] == f"kv_{side}"
+        assert transfer["kv_load_failure_policy"] == "recompute"

@@ -111,7 +111,12 @@ class StepMeter(TokenApi):
         tell("warming up")
         await self._measure_decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._measure_prefill(1, plan.prompts[-1], plan.prompts[-1])
+        # The longest prompt next to one stream, a quarter next to many. This comes first, because
+        # it shows whether steps have another budget.
         found: list[TimedStep] = []
+        for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
+            tell(f"both: a long prompt next to {batch} decoding")
+            found += await self._measure_chunks(batch, plan, part)
         for batch in plan.batches:
             for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
@@ -124,10 +129,6 @@ class StepMeter(TokenApi):
         for batch in plan.batches:
             tell(f"both: prompts next to {batch} decoding")
             found += await self._measure_mixed(batch, plan)
-        # The longest prompt next to one stream, a quarter next to many.
-        for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
-            tell(f"both: a long prompt next to {batch} decoding")
-            found += await self._measure_chunks(batch, plan, part)
         tell("both: the ends of long prompts next to 1 decoding")
         found += await self._measure_ends(plan)
         tell("whole prompts")
@@ -343,5 +344,5 @@ async def meter(url: str, seed: int = 0) -> AsyncIterator[StepMeter]:
     with wire_to(url) as wire:
         worker = StepMeter(wire, seed)
         await worker.read_model()
-        await worker.read_cache()
+        await worker.read_metrics()
         yield worker

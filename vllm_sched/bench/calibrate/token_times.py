@@ -27,6 +27,9 @@ SETTLE_S: Final = 0.1
 # The vLLM metric whose labels contain the cache size.
 CACHE_PATTERN: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 LABEL_PATTERN: Final = re.compile(r'(\w+)="(\d+)"')
+POLICIES_PATTERN: Final = re.compile(
+    r'^vllm_sched_info\{.*\bpolicies="(?!none")([^"]+)"', re.MULTILINE
+)
 
 
 class MeasureError(VllmSchedError):
@@ -114,12 +117,17 @@ class TokenApi:
                 "is this a vLLM worker?"
             ) from None
 
-    async def read_cache(self) -> None:
-        """Read the size of the KV cache from /metrics, if the worker has it there."""
+    async def read_metrics(self) -> None:
+        """Read the size of the KV cache, if /metrics has it; raise if the worker runs policies."""
         try:
             page = (await self._get("/metrics")).decode(errors="replace")
         except MeasureError:
             return
+        if (running := POLICIES_PATTERN.search(page)) is not None:
+            raise MeasureError(
+                f"{self._wire.address} runs {running[1].replace('+', ' and ')}, and policies "
+                "change what a step computes; measure a worker started with --policy none"
+            )
         if (found := CACHE_PATTERN.search(page)) is not None:
             labels = {name: int(value) for name, value in LABEL_PATTERN.findall(found[1])}
             blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)

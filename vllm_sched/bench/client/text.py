@@ -75,10 +75,12 @@ class Texts:
     def prompt(self, number: int, request: Request, measure: Measure) -> str:
         """Return the prompt of request `number`, with the shared pieces first."""
         own = (_Own(number), request.prompt_tokens - request.shared_tokens)
-        return self.joined([*request.shared, own], measure) or self.text(own[0], 1)
+        return self.joined([*request.shared, own], measure)
 
     def joined(self, pieces: Iterable[tuple[object, int]], measure: Measure) -> str:
+        """Return the text of pieces (name, tokens); at least a word, because APIs need a prompt."""
         found = []
+        name: object = ""
         tokens = done = 0
         for name, more in pieces:
             # Rounded at the end of each piece, so that the errors of pieces do not add up.
@@ -87,7 +89,7 @@ class Texts:
             if words > 0:
                 found.append(self.text(name, words))
                 done += words
-        return " ".join(found)
+        return " ".join(found) or self.text(name, 1)
 
 
 @dataclass(frozen=True)

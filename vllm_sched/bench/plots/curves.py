@@ -39,12 +39,14 @@ def draw_goodput(stem: Path, curves: Mapping[str, Curve], targets: str) -> None:
         _draw(axes, curves)
         most = max((x for curve in curves.values() for x in curve.points), default=1.0)
         axes.plot([0, most], [0, most], color=MUTED, linewidth=0.9, gid="all")
+        top = _top(curves)
+        end = min(most, top)
         axes.annotate(
-            "offered", (most, most), xytext=(-4, 0), textcoords="offset points", ha="right",
-            va="bottom", color=MUTED,
+            "offered", (end, end), xytext=(-8, -2), textcoords="offset points", ha="right",
+            va="top", color=MUTED,
         )  # fmt: skip
         axes.set_xlim(left=0)
-        axes.set_ylim(0, max(most, _top(curves)))
+        axes.set_ylim(0, top)
         if targets:
             words = f"in time: {targets}"
             if any(curve.knee is not None for curve in curves.values()):

@@ -121,14 +121,20 @@ def legend(axes: Any, lines: int) -> None:
         axes.legend(loc="best", handlelength=3.2)
 
 
-def limit(axes: Any, at: float, text: str, *, upright: bool, row: int = 0) -> None:
-    """Draw a target as a thin line with a label; labels of several upright lines go in rows."""
+def limit(
+    axes: Any, at: float, text: str, *, upright: bool, row: int = 0, left: bool = False
+) -> None:
+    """Draw a target as a thin line with a label.
+
+    Labels of several upright lines go in rows, to the right or left of their line.
+    """
     style = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "gid": "target"}
     if upright:
         axes.axvline(at, **style)
         axes.annotate(
-            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -2 - 12 * row),
-            textcoords="offset points", va="top", color=MUTED,
+            text, (at, 1), xycoords=("data", "axes fraction"),
+            xytext=(-3 if left else 3, -2 - 12 * row), textcoords="offset points",
+            ha="right" if left else "left", va="top", color=MUTED,
         )  # fmt: skip
     else:
         axes.axhline(at, **style)

@@ -61,9 +61,9 @@ def _entry(line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise BadLineError(f"is not JSON: {line.strip()[:60]!r}") from None
+        entry = None
     if not isinstance(entry, dict):
-        raise BadLineError(f"is not a JSON object: {line.strip()[:60]!r}")
+        raise BadLineError(f"is not a JSON object, as each line must be: {line.strip()[:60]!r}")
     return entry
 
 

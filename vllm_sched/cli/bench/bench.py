@@ -133,9 +133,9 @@ def print_result(result: BenchResult, played: PlayedRun, console: Output) -> Non
 
 
 def print_tables(result: BenchResult, console: Output) -> None:
-    console.print(table(result.classes(), result.targets))
+    console.print_table(table(result.classes(), result.targets))
     if figures := result.session_figures():
-        console.print(session_table(figures))
+        console.print_table(session_table(figures))
 
 
 def print_errors(errors: Sequence[str], console: Output) -> None:

@@ -139,7 +139,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _print_result(result: Comparison, console: Output) -> None:
-    console.print(result.table())
+    console.print_table(result.table())
     if warning := result.warning():
         console.print_text(warning, "yellow")
     failed = [(each.role, record) for each in result.contenders for record in each.failed]

@@ -122,7 +122,8 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
 
 def requests_of(schedule: Schedule) -> int | None:
     """Return the number of requests; None for sessions, which have any number of turns."""
-    return None if schedule.source.has_sessions else schedule.count
+    counts = [each for each in (schedule.count, schedule.source.count) if each is not None]
+    return None if schedule.source.has_sessions else min(counts, default=None)
 
 
 def add_traffic(
@@ -269,8 +270,11 @@ async def play_with_progress(
     tally = RunProgress()
     end = schedule.ends_after_s
     total = end or requests_of(schedule)
+    more = ""
+    if schedule.timed and total is not None and schedule.count is None and end is None:
+        more = f", requests: {total:,} in {total / schedule.source.rate:,.6g} s"
     # Refreshed rarely, because this process also times the tokens.
-    with progress(console, command, label, total, refreshes=False) as show:
+    with progress(console, command, label, total, more=more, refreshes=False) as show:
 
         def report(*, last: bool = False) -> None:
             seconds, text = time.perf_counter() - tally.began, _progress_text(tally)

@@ -105,7 +105,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt  # keep older results
     if stopped:
         console.print_text("interrupted: partial results", "yellow")
-    console.print(sweep.table(targets=bool(targets)))
+    console.print_table(sweep.table(targets=bool(targets)))
     _print_knees(sweep, console, targets=bool(targets))
     content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
     console.save(args.save, lambda path: write_whole(path, json.dumps(content) + "\n"))

@@ -290,12 +290,12 @@ def _print_calibration(console: Output, found: Calibration) -> None:
             f"{low * scale:.3g} - {high * scale:.3g}",
             unit,
         )
-    console.print(layout)
+    console.print_table(layout)
     headings = ("steps", "shortest", "longest", "median error\nof held-out", "residual p90")
     errors = plain_table([""], headings)
     for kind, name in KINDS.items():
         errors.add_row(name, *_residuals(found, kind))
-    console.print(errors)
+    console.print_table(errors)
     error = found.error() or 0.0
     text = f"median error of held-out steps: {error:.1%}"
     if error > MAX_MEDIAN_ERROR:
@@ -310,7 +310,7 @@ def _print_whole_prompts(console: Output, whole: WholePrompts) -> None:
         style = "yellow" if abs(error) > MAX_MEDIAN_ERROR else ""
         times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
         layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
-    console.print(layout)
+    console.print_table(layout)
     text = f"outside the steps: {whole.front_s * 1e3:.3g} ms per request"
     console.print_text(text, "")
 

@@ -46,13 +46,13 @@ def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
     for line in _head(found):
         console.print_text(line)
     if found.candidates:
-        console.print(_machines(found))
+        console.print_table(_machines(found))
     for line, style in _of_trace(found.question.source):
         console.print_text(line, style)
     for at, served in enumerate(found.ranking):
         line = f"{_place(at) + ':':<11}{served.shape}"
         console.print_text(line, "" if at else "bold")
-    console.print(_fleets(found))
+    console.print_table(_fleets(found))
     rates = [served.rate for served in found.ranking]
     if rates != sorted(rates, reverse=True):
         console.print_text(
@@ -65,8 +65,8 @@ def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
         )
     for line in (*_neighbours(found), *_required(found, args.request_rate), *_exact_checks(found)):
         console.print_text(line, "")
-    console.print(_frontier(found))
-    console.print(_capacity(found))
+    console.print_table(_frontier(found))
+    console.print_table(_capacity(found))
     machine = found.question.machine
     if machine.assumed:
         taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)

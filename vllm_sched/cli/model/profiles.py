@@ -56,7 +56,7 @@ def run_profiles(args: argparse.Namespace) -> int:
         shown = [{"name": e.name, "source": e.source, **profiles.to_json(e)} for e in found]
         print(json.dumps(shown, indent=1))
         return 0
-    console.print(_table(found))
+    console.print_table(_table(found))
     for source in dict.fromkeys(each.source for each in found):
         console.print_text(f"source: {source}")
     for each in found:

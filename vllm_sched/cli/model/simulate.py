@@ -209,6 +209,11 @@ def _check(args: argparse.Namespace) -> SimulationInput:
     assumed = AssumedWorker(
         profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s
     )
+    if args.profile is not None and config.workers and all(w.profile for w in config.workers):
+        raise UsageError(
+            f"--profile {args.profile}: has no effect, because every worker in {args.fleet} has a "
+            "profile of its own; change those, or leave the option out"
+        )
     models = worker_models(config, args.fleet, assumed)
     if not any(config.model_of(worker) == config.model for worker in config.workers):
         why = f"{config.model!r}: requests ask for this model, and no worker serves it; change it"

@@ -33,10 +33,10 @@ from vllm_sched.sim.fleet.models import read_calibration
 POINTS_DRAWN = 96
 MAX_SLOTS = 4096
 MAX_MEAN_TOKENS = 10_000_000  # longer than any context
-APART, ALONG = "apart", "riding along"
+PAUSED, MIXED = "separate prefills", "mixed steps"
 MEANING = {
-    APART: "decodes pause during prefills (prefill_first, as in the paper)",
-    ALONG: "prefill steps also decode (vLLM V1)",
+    PAUSED: "decodes pause during prefills (prefill_first, as in the paper)",
+    MIXED: "prefill steps also decode (vLLM V1)",
 }
 HEADINGS = (
     "K", "exact\nreq/s", "vs 1", "played\nreq/s", "served\nin", "vs 1", "ITL\np50", "p99", "max",
@@ -135,9 +135,9 @@ def run_threshold(args: argparse.Namespace) -> int:
     source, time = _costs(args)
     if args.mixed_ms is not None:
         time = replace(time, mixed_s=args.mixed_ms / 1000)
-    apart = _find(APART, time, args)
-    # Also show the best K of APART in the other regime, for comparison.
-    findings = [apart, _find(ALONG, time, args, {apart.recursion: "best apart"})]
+    separate = _find(PAUSED, time, args)
+    # Also show its best K with mixed steps, for comparison.
+    findings = [separate, _find(MIXED, time, args, {separate.recursion: "best separate"})]
     console = Output()
     console.print_text(
         f"{args.slots} slots, outputs of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
@@ -145,11 +145,11 @@ def run_threshold(args: argparse.Namespace) -> int:
         "dim",
     )
     for finding in findings:
-        console.print(_table(finding))
+        console.print_table(_table(finding))
         console.print_text(f"{finding.name}: {finding.verdict}", "")
     content = json.dumps(_to_json(source, time, args, findings), indent=1) + "\n"
     console.save(args.save, lambda path: write_whole(path, content))
-    console.save(args.plot, partial(draw_chart, _chart(findings, source, args)), "drew")
+    console.save(args.plot, partial(draw_chart, _chart(findings, args)), "drew")
     return 0
 
 
@@ -192,7 +192,7 @@ def _find(
         slots=args.slots,
         mean_output=args.mean_output,
         mean_prompt=args.mean_prompt,
-        decodes_pause=name == APART,
+        decodes_pause=name == PAUSED,
         budget=args.budget,
     )
     exact = Recursion(regime)
@@ -254,7 +254,7 @@ def _percent(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -> Chart:
+def _chart(findings: Sequence[Finding], args: argparse.Namespace) -> Chart:
     exact, simulated, marks = [], [], []
     for finding in findings:
         scale = 100 / finding.curve[0][1]
@@ -268,7 +268,7 @@ def _chart(findings: Sequence[Finding], source: str, args: argparse.Namespace) -
     return Chart(
         title=f"Throughput against K: {args.slots} slots, outputs of {args.mean_output:g}, prompts "
         f"of {args.mean_prompt:g} tokens",
-        subtitle=source if len(source) < 130 else f"{source[:127]}...",
+        subtitle=f"costs: {args.cost or args.profile}",
         x="departures to wait for (K)",
         y="throughput, % of that at K = 1",
         series=[*exact, *simulated],

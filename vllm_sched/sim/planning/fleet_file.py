@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from vllm_sched.files import write_whole
-from vllm_sched.workers.transfer import CLASSES, CONFIG_FLAG, ROLES
+from vllm_sched.workers.transfer import CLASSES, CONFIG_FLAG, FAILURE_KEY, ROLES, SIDE_HOST
 
 if TYPE_CHECKING:
     from vllm_sched.sim.planning.plan import FleetPlan
@@ -55,7 +55,10 @@ def launch_lines(fleet: Mapping[str, Any]) -> list[str]:
         words += launch["args"]
         if role in ROLES:
             transfer = {"kv_connector": CLASSES["nixl"][0], "kv_role": ROLES[role]}
+            transfer[FAILURE_KEY] = "recompute"  # as `up` sets it
             words.append(f"{CONFIG_FLAG}={json.dumps(transfer)}")
+            # NIXL's default is loopback, which workers on other hosts cannot reach.
+            words.insert(0, f"{SIDE_HOST}=THIS_HOST")
         lines[role] = shlex.join(words)
     return [*lines.values()]
 

@@ -292,9 +292,11 @@ class FleetSearch:
         similar = self._similar_fleets(served.shape, change)
         # Small fleets may need another policy.
         similar += [replace(each, policy=self.question.policies[-1]) for each in similar]
-        rough = quick._keep_best(list(dict.fromkeys(similar)), likely=likely)
+        with self.progress.part(0.0, 0.5):
+            rough = quick._keep_best(list(dict.fromkeys(similar)), likely=likely)
         best = max(rough, key=lambda each: each.rate, default=None)
-        return best and quick.judge(best.shape, likely)
+        with self.progress.part(0.5, 1.0):
+            return best and quick.judge(best.shape, likely)
 
     @cached_property
     def _quick(self) -> FleetSearch:
