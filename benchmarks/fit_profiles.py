@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from vllm_sched.bench.calibrate import aiconfigurator as source  # noqa: E402
 from vllm_sched.cost import profile_fit  # noqa: E402
-from vllm_sched.cost.curved import CurvedStepTime  # noqa: E402
+from vllm_sched.cost.curved_step_time import CurvedStepTime  # noqa: E402
 from vllm_sched.cost.profiles import Profile, ProfileKey, checksum, to_json  # noqa: E402
 
 HOME = ROOT / "out" / "fit-profiles"

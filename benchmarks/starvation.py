@@ -40,7 +40,7 @@ from vllm_sched.bench.compare.workloads import TOKEN_IDS
 from vllm_sched.bench.results import engine_trace
 from vllm_sched.bench.results.engine_trace import PREFILL, WAITING
 from vllm_sched.errors import VllmSchedError
-from vllm_sched.workers.launch import Side, Worker, trace_flags, tracing, worker
+from vllm_sched.workers.launch import Side, Worker, trace_flags, trace_variables, worker
 from vllm_sched.workers.tiny_model import tiny_model
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ async def run_scenes(
                 side = scene.side(bound_s)
                 made.append((
                     worker(side, model=str(tiny_model()), flags=flags, name=role,
-                           env=tracing(trace)),
+                           env=trace_variables(trace)),
                     trace,
                 ))  # fmt: skip
             async with running([each for each, _ in made], narrator):

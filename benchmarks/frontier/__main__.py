@@ -40,31 +40,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a table for each cell, and the targets that the default policy misses."""
     args = _parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    cells = [Cell(*each) for each in product(args.machines, args.budgets, args.loads)]
+    places = product(args.machines, args.budgets, args.loads)
+    cells = [Cell(machine, budget, load) for machine, budget, load in places]
     names = list(dict.fromkeys([UPSTREAM, *args.variants]))
-    found: dict[str, dict[str, list[Figures]]] = {}
+    cell_figures: dict[str, dict[str, list[Figures]]] = {}
     jobs = list(product(cells, names, args.seeds))
-    missed = 0
+    cells_with_misses = 0
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for (cell, name, _), figures in zip(jobs, pool.map(play_cell, jobs), strict=True):
-            of_cell = found.setdefault(str(cell), {})
-            of_cell.setdefault(name, []).append(figures)
-            if name != names[-1] or len(of_cell[name]) < len(args.seeds):
+            variants = cell_figures.setdefault(str(cell), {})
+            variants.setdefault(name, []).append(figures)
+            if name != names[-1] or len(variants[name]) < len(args.seeds):
                 continue
-            console.print(report.table(str(cell), of_cell))
-            if DEFAULT in names and (lines := report.missed(cell.load, of_cell)):
-                missed += 1
-                console.print(f"{DEFAULT} misses: {'; '.join(lines)}", style="red", highlight=False)
-    console.print(f"{DEFAULT} meets its targets in {len(cells) - missed} of {len(cells)} cells")
+            console.print(report.table(str(cell), variants))
+            if DEFAULT in names and (missed := report.missed_targets(cell.load, variants)):
+                cells_with_misses += 1
+                text = f"{DEFAULT} misses: {'; '.join(missed)}"
+                console.print(text, style="red", highlight=False)
+    met = len(cells) - cells_with_misses
+    console.print(f"{DEFAULT} meets its targets in {met} of {len(cells)} cells")
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
         content = {
-            cell: {name: [asdict(f) for f in of_name] for name, of_name in of_cell.items()}
-            for cell, of_cell in found.items()
+            cell: {name: [asdict(f) for f in seeds] for name, seeds in variants.items()}
+            for cell, variants in cell_figures.items()
         }
         args.save.write_text(json.dumps(content, indent=1) + "\n")
     if args.plot:
-        report.draw(args.plot.with_suffix(""), found)
+        report.draw(args.plot.with_suffix(""), cell_figures)
     return 0
 
 

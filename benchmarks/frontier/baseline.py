@@ -55,8 +55,8 @@ class HoldAndCap(Policy):
 
 
 @contextmanager
-def registered() -> Iterator[None]:
-    """Have the policy in the registry for a while."""
+def registered_baseline() -> Iterator[None]:
+    """Add the policy to the registry within a `with` block."""
     registry.POLICIES[HoldAndCap.name] = HoldAndCap
     try:
         yield
@@ -70,5 +70,5 @@ class HoldAndCapScheduler(SyncPolicyScheduler):
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {HoldAndCap.name: {}}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with registered():
+        with registered_baseline():
             super().__init__(*args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.frontier.baseline import HoldAndCap, registered
+from benchmarks.frontier.baseline import HoldAndCap, registered_baseline
 from benchmarks.frontier.loads import LOADS
 from benchmarks.frontier.play import Figures, Variant, play
 from vllm_sched.sim.fleet.models import of_profile
@@ -51,12 +51,12 @@ class Cell:
     @property
     def model(self) -> WorkerModel:
         """Return the worker's model, with room for the longest prompts."""
-        found = of_profile(MACHINES[self.machine])
+        model = of_profile(MACHINES[self.machine])
         return replace(
-            found,
+            model,
             max_num_batched_tokens=self.budget,
             max_model_len=MAX_MODEL_LEN,
-            kv_tokens=max(found.kv_tokens, MIN_KV_TOKENS),
+            kv_tokens=max(model.kv_tokens, MIN_KV_TOKENS),
         )
 
     def __str__(self) -> str:
@@ -67,6 +67,6 @@ def play_cell(job: tuple[Cell, str, int]) -> Figures:
     """Return what a variant does in a cell, with the lengths and times of a seed."""
     cell, name, seed = job
     # Lengths vary with the cell too, so that no policy is tuned to some of them.
-    drawn = random.Random(f"{seed} {cell}").getrandbits(32)
-    with registered():
-        return play(VARIANTS[name].on(cell.model), LOADS[cell.load], drawn)
+    cell_seed = random.Random(f"{seed} {cell}").getrandbits(32)
+    with registered_baseline():
+        return play(VARIANTS[name].applied_to(cell.model), LOADS[cell.load], cell_seed)

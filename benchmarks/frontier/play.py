@@ -34,9 +34,9 @@ class Figures:
             (self.itl_p99, other.itl_p99),
             (1 / self.tokens_per_s, 1 / other.tokens_per_s),
         ]
-        known = [(own, theirs) for own, theirs in pairs if own is not None and theirs is not None]
-        at_least = all(own <= theirs for own, theirs in known)
-        return at_least and any(own < theirs * (1 - margin) for own, theirs in known)
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        is_as_good = all(ours <= theirs for ours, theirs in known)
+        return is_as_good and any(ours < theirs * (1 - margin) for ours, theirs in known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Variant:
     policies: Mapping[str, Mapping[str, Any]]
     longest_chunk: int = 0
 
-    def on(self, model: WorkerModel) -> WorkerModel:
+    def applied_to(self, model: WorkerModel) -> WorkerModel:
         """Return the worker's model with these settings."""
         return replace(model, policies=self.policies, longest_chunk=self.longest_chunk)
 
 
 def play(model: WorkerModel, load: Load, seed: int) -> Figures:
-    arrivals = sorted(load(model, random.Random(seed)), key=lambda each: each[0])
+    arrivals = sorted(load(model, random.Random(seed)), key=lambda arrival: arrival[0])
     times = by_job(run(ExactEngine(model), arrivals))
     return _figures({job.id: (at, job) for at, job in arrivals}, times)
 

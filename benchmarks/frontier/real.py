@@ -72,17 +72,19 @@ async def compare(
         name: ComparisonPlan(model, replace(load, worker_flags=flags), rounds, lone_samples=0)
         for name, load in loads(seed).items()
     }
-    first = next(iter(plans.values()))
-    up = [contender(name, side, first, sharing=len(SIDES)) for name, side in SIDES.items()]
-    found: dict[str, dict[str, list[Figures]]] = {}
-    async with running([each.worker for each in up], narrator):
+    any_plan = next(iter(plans.values()))
+    contenders = [
+        contender(name, side, any_plan, sharing=len(SIDES)) for name, side in SIDES.items()
+    ]
+    load_figures: dict[str, dict[str, list[Figures]]] = {}
+    async with running([side.worker for side in contenders], narrator):
         for name, plan in plans.items():
-            sides = [replace(each, rounds=[]) for each in up]
+            sides = [replace(side, rounds=[]) for side in contenders]
             await measure(sides, plan, narrator)
-            found[name] = {each.role: [*map(figures, each.rounds)] for each in sides}
-            if failed := [each.role for each in sides if each.failed]:
+            load_figures[name] = {side.role: [*map(figures, side.rounds)] for side in sides}
+            if failed := [side.role for side in sides if side.failed]:
                 raise VllmSchedError(f"requests to {', '.join(failed)} failed")
-    return found
+    return load_figures
 
 
 def figures(played: Round) -> Figures:
@@ -108,12 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for budget in args.budgets:
         try:
             with ProgressReporter(console) as narrator:
-                found = asyncio.run(compare(model, budget, args.rounds, args.seed, narrator))
+                loads_of_budget = asyncio.run(
+                    compare(model, budget, args.rounds, args.seed, narrator)
+                )
         except VllmSchedError as error:
             console.print(str(error), style="red", markup=False, highlight=False)
             return 1
-        for load, of_load in found.items():
-            console.print(table(f"tiny model, budget {budget}, {load}", of_load))
+        for load, sides in loads_of_budget.items():
+            console.print(table(f"tiny model, budget {budget}, {load}", sides))
     return 0
 
 

@@ -30,14 +30,9 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from benchmarks.soak import (
-    COLUMN_WIDTH,
-    IN_FLIGHT_METRICS,
-    Router,
-    children_of,
-    run_batch,
-    wait_idle,
-)
+from benchmarks.soak.clients import run_batch
+from benchmarks.soak.router import IN_FLIGHT_METRICS, Router, children_of, wait_idle
+from benchmarks.soak.run import COLUMN_WIDTH
 from tests.faults import clients, faulty_fleet
 from tests.faults.faulty_fleet import METERED_KEY, METERED_PER_MINUTE, FaultyFleet
 from tests.haproxy import HAProxy

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmarks import both_pools, soak
+from benchmarks import both_pools
 from benchmarks.agents import __main__ as agents
 from benchmarks.agents import real
 from benchmarks.isolation import __main__ as isolation
 from benchmarks.policies import __main__ as policies
 from benchmarks.router import __main__ as router
+from benchmarks.soak import __main__ as soak
 
 NO_TRIAL = "'rotations' is no trial; use one of: rotation, chunk_budget"
 POSITIVE = "--longs, --every, --shorts, --decoded: must be positive"

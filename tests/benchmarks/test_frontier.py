@@ -37,13 +37,13 @@ def test_figure_that_is_better_in_all_but_noise_dominates() -> None:
 
 def test_missed_targets_are_named() -> None:
     found = {UPSTREAM: [SMALL], DEFAULT: [Figures(0.5, 2.2, 0.2, 900.0)]}
-    assert report.missed("bursts of 8", found) == [
+    assert report.missed_targets("bursts of 8", found) == [
         "tokens/s x0.900",
         "longs x1.10",
         "ITL x2.00, 200 ms",
         "shorts x0.50",
     ]
-    assert report.missed("agents", {UPSTREAM: [SMALL], DEFAULT: [SMALL]}) == []
+    assert report.missed_targets("agents", {UPSTREAM: [SMALL], DEFAULT: [SMALL]}) == []
 
 
 def test_cell_is_played_by_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:

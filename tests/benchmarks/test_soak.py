@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from benchmarks.soak import router as soak_router
+from benchmarks.soak.router import Router, children_of
 from tests.present import present
 from tests.proxy.wire.site import eventually
 
 
 @pytest.fixture
-async def parent() -> AsyncIterator[soak.Router]:
+async def parent() -> AsyncIterator[Router]:
     """Return a router whose process is a shell with a child."""
-    router = soak.Router(Path(), 0, dict(os.environ), None)
+    router = Router(Path(), 0, dict(os.environ), None)
     router.process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & wait")
     yield router
     # Kill the shell first, because it ends with its child.
-    for pid in (router.process.pid, *soak.children_of(router.process.pid)):
+    for pid in (router.process.pid, *children_of(router.process.pid)):
         os.kill(pid, 9)
     await router.process.wait()
 
@@ -33,12 +34,12 @@ def state(pid: int) -> str:
 
 
 async def test_process_is_stopped_and_continued(
-    parent: soak.Router, monkeypatch: pytest.MonkeyPatch
+    parent: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = present(parent.process).pid
-    await eventually(lambda: soak.children_of(pid), within=20.0)
-    [child] = soak.children_of(pid)
-    monkeypatch.setattr(soak, "STALL_S", (60.0, 60.0))
+    await eventually(lambda: children_of(pid), within=20.0)
+    [child] = children_of(pid)
+    monkeypatch.setattr(soak_router, "STALL_S", (60.0, 60.0))
     stalling = asyncio.create_task(parent.stall_member(random.Random(1)))
     await eventually(lambda: state(child) == "T", within=20.0)
     assert state(pid) != "T"

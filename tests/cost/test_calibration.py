@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cost.test_fit import TRUE, shape
+from tests.cost.test_online_fit import TRUE, shape
 from tests.present import present
 from vllm_sched.cost import calibration
 from vllm_sched.cost.calibration import Calibration, calibrate
-from vllm_sched.cost.fit import FEATURE_COEFFICIENTS
-from vllm_sched.cost.step_time import StepShape, StepTime, TimedStep
+from vllm_sched.cost.step_time import STEP_KINDS, StepShape, StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
 
@@ -78,7 +77,7 @@ def test_error_on_a_noisy_worker_is_at_most_15_percent(noise: float) -> None:
         for each in measured(TRUE, noise=noise)
     ]
     found = calibrate(steps)
-    for kind in (None, *FEATURE_COEFFICIENTS):
+    for kind in (None, *STEP_KINDS):
         error = present(found.error(kind))
         assert error <= 0.15, kind
 
@@ -102,7 +101,7 @@ def test_calibration_finds_no_floor_without_one() -> None:
 
 
 def test_missing_mixed_steps_are_refused() -> None:
-    steps = [m for m in measured(TRUE) if not m.shape.mixed]
+    steps = [m for m in measured(TRUE) if m.shape.kind != "mixed"]
     message = "only 0 mixed steps were seen, 4 are needed; measure again without other clients"
     with pytest.raises(UsageError, match=message):
         calibrate(steps)

@@ -32,7 +32,7 @@ def test_negative_coefficient_becomes_zero() -> None:
 def test_kept_coefficient_displaces_another() -> None:
     rows: Rows = [(1.0, x) for x in (1.0, 2.0, 3.0)]
     assert solve(rows, [0.5, 2.0, 3.5])[0] == 0.0
-    kept = solve(rows, [0.5, 2.0, 3.5], kept=0, rather=(1,))
+    kept = solve(rows, [0.5, 2.0, 3.5], protected=0, dropped_instead=(1,))
     assert kept == pytest.approx([2.0, 0.0])
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sched.cost.curved import CurvedStepTime
-from vllm_sched.cost.fit import kind_of
+from vllm_sched.cost.curved_step_time import CurvedStepTime
 from vllm_sched.cost.profile_fit import (
     KNOTS,
     TERMS,
@@ -30,12 +29,12 @@ SAMPLED = [TimedStep(shape, TRUE.seconds(shape)) for shape in sample_shapes()]
 
 def test_the_samples_span_what_a_profile_promises() -> None:
     shapes = sample_shapes()
-    alone = [each for each in shapes if kind_of(each) == "decode"]
+    alone = [each for each in shapes if each.kind == "decode"]
     assert {each.decodes for each in alone} >= {1, 256}
     assert {each.context_tokens // each.decodes for each in alone} >= {1024, 32_768}
-    prompts = {each.prefill_tokens for each in shapes if kind_of(each) == "prefill"}
+    prompts = {each.prefill_tokens for each in shapes if each.kind == "prefill"}
     assert {min(prompts), max(prompts)} == {128, 131_072}
-    assert sum(map(kind_of(shapes[-1]).__eq__, map(kind_of, shapes))) > 300
+    assert sum(shape.kind == shapes[-1].kind for shape in shapes) > 300
 
 
 def test_it_finds_the_curve() -> None:
@@ -62,7 +61,7 @@ def test_a_line_misses_it_and_is_told() -> None:
 
 
 def test_a_source_without_mixed_steps() -> None:
-    sampled = [step for step in SAMPLED if not step.shape.mixed]
+    sampled = [step for step in SAMPLED if step.shape.kind != "mixed"]
     found = errors(fit(sampled), sampled)
     assert set(found) == {"decode", "prefill"}
     assert found["prefill"].median == pytest.approx(0, abs=0.005)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from vllm_sched.cost import profiles
-from vllm_sched.cost.curved import CurvedStepTime
+from vllm_sched.cost.curved_step_time import CurvedStepTime
 from vllm_sched.cost.profile_fit import FitError, misses
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.errors import UsageError
@@ -130,7 +130,7 @@ def test_one_from_a_file_is_the_one_that_was_written() -> None:
 
 def test_profiles_of_a_model_and_system_that_are_missing_have_all_reasons() -> None:
     with pytest.raises(UsageError) as raised:
-        profiles.named_by("model=deepseek-v3,system=h100")
+        profiles.matching_names("model=deepseek-v3,system=h100")
     message = str(raised.value)
     assert "fp8: the model does not fit in the memory" in message
     assert "bf16: there is no checkpoint of this dtype" in message

@@ -75,8 +75,9 @@ def test_expected_batch_time_above_a_floor_matches_sampling(prompts: int) -> Non
         for _ in range(20_000)
     ]
     assert expected_batch(system, prompts) == pytest.approx(math.fsum(drawn) / 20_000, rel=0.01)
-    assert expected_batch(system, prompts) >= system.batch(prompts)
+    assert expected_batch(system, prompts) >= system.batch_seconds(prompts)
 
 
 def test_expected_batch_time_without_a_floor_uses_the_mean_length() -> None:
-    assert expected_batch(regime(decodes_pause=True), 7) == regime(decodes_pause=True).batch(7)
+    system = regime(decodes_pause=True)
+    assert expected_batch(system, 7) == system.batch_seconds(7)

@@ -30,7 +30,7 @@ def test_step_time_of_decode_prefill_and_mixed_steps() -> None:
     assert TIME.seconds(StepShape(decodes=32, context_tokens=9600)) == pytest.approx(decode)
     assert TIME.seconds(StepShape(300, 45_000.0)) == pytest.approx(0.012 + work)
     both = StepShape(300, 45_000.0, 32, 9600)
-    assert both.mixed
+    assert both.kind == "mixed"
     assert TIME.seconds(both) == pytest.approx(decode + 0.004 + work)
     two = replace(both, prompts=2, read_tokens=5000)
     assert TIME.seconds(two) == pytest.approx(decode + 0.004 + work + 2 * 3e-4 + 5000 * 4e-8)

@@ -67,7 +67,7 @@ def test_example_of_the_theory() -> None:
     exact = Recursion(regime)
     assert exact.solve_for(1).throughput == pytest.approx(21.1, abs=0.05)
     assert exact.solve_for(26).throughput == pytest.approx(24.1, abs=0.05)
-    assert regime.at_once == pytest.approx(1.77, abs=0.01)
+    assert regime.mean_departures == pytest.approx(1.77, abs=0.01)
     # Half of the best keeps 99.5 %.
     assert exact.solve_for(13).throughput > 0.994 * exact.solve_for(26).throughput
     assert recommended(regime) == 13
@@ -139,7 +139,7 @@ def test_small_gain_and_single_slot_give_threshold_one() -> None:
 def test_threshold_is_capped_by_the_prompts_of_one_step() -> None:
     time = StepTime(**{**A100_8B.to_json(), "mixed_s": 0.012})
     regime = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=220, budget=2048)
-    assert regime.largest == 9
+    assert regime.largest_threshold == 9
     assert closed_form(regime) == 9
     longer = Regime.from_step_time(time, slots=256, mean_output=200, mean_prompt=4000, budget=2048)
     assert closed_form(longer) == recommended(longer) == 1
@@ -149,12 +149,15 @@ def test_itl_target_and_max_delay_cap_the_threshold() -> None:
     regime = paper()
     capped = recommended(regime, itl_s=0.2)
     assert 1 < capped < 13
-    assert regime.pause(capped) <= 0.2 < regime.pause(capped + 1)
+    pause_s, longer_s = (
+        regime.batch_seconds(k) + regime.decode_seconds(regime.slots) for k in (capped, capped + 1)
+    )
+    assert pause_s <= 0.2 < longer_s
     assert recommended(regime, itl_s=0.05) == 1
     assert recommended(regime, itl_s=1e306) == recommended(regime)
     capped = recommended(regime, max_delay_s=0.1)
     assert 1 < capped < 13
-    assert regime.hold(capped) <= 0.1 < regime.hold(capped + 1)
+    assert regime.hold_seconds(capped) <= 0.1 < regime.hold_seconds(capped + 1)
 
 
 def test_floor_with_short_answers_gives_the_best_threshold() -> None:

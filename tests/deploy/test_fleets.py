@@ -12,7 +12,7 @@ from tests.cli.conftest import no_collection
 from tests.deploy.rendered import ROOT
 from vllm_sched.cli.fleet.fleet import read
 from vllm_sched.cli.main import main
-from vllm_sched.workers.flags import number
+from vllm_sched.workers.flags import int_value
 
 __all__ = ["no_collection"]
 
@@ -40,9 +40,9 @@ def test_every_gpu_has_one_worker_with_a_drain_time_and_a_policy(name: str, gpus
     for worker in fleet.workers:
         assert worker.launch is not None
         devices = worker.launch.env.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-        assert len(devices) == (number(worker.launch.args, "--tensor-parallel-size") or 1)
+        assert len(devices) == (int_value(worker.launch.args, "--tensor-parallel-size") or 1)
         used += map(int, devices)
-        assert (number(worker.launch.args, "--shutdown-timeout") or 0) >= fleet.router.drain_s
+        assert (int_value(worker.launch.args, "--shutdown-timeout") or 0) >= fleet.router.drain_s
         # Workers with long prompts have a policy.
         assert bool(worker.launch.policies) is (worker.role != "short")
     assert sorted(used) == list(range(gpus))

@@ -119,12 +119,12 @@ def play(
             shape_s = MACHINE.seconds(step.shape) if step else 0.0
             took[rank] = shape_s * rng.lognormvariate(0, NOISE)
         now += max(took)
-        if now > LEARNT_S and any(step and step.shape.mixed for step in steps):
+        if now > LEARNT_S and any(step and step.shape.kind == "mixed" for step in steps):
             steps_s.append(max(took))
         for rank, (engine, step) in enumerate(zip(engines, steps, strict=True)):
             if step is None:
                 continue
-            if now > max(LEARNT_S, joins_s + LEARNT_S) and step.shape.mixed:
+            if now > max(LEARNT_S, joins_s + LEARNT_S) and step.shape.kind == "mixed":
                 chunks[rank].append(step.shape.prefill_tokens)
             for answer in engine.finish(step, now):
                 if answer.id.startswith("long") and (at := born.pop(answer.id, None)) is not None:

@@ -148,7 +148,7 @@ def test_record_that_is_being_written_hides_no_earlier_record(
     reader, writer = ranks
     writer.begin(1, 10.0, FIRST)
     writer.begin(2, 10.1, SECOND)
-    writer._map[dp_group._place(RANK_BYTES, 2)] ^= 0x41
+    writer._map[dp_group._record_offset(RANK_BYTES, 2)] ^= 0x41
     assert reader.other_shapes_at(10.05) == [FIRST]
 
 

@@ -332,7 +332,7 @@ def test_blocks_are_counted_as_in_vllm(groups: Sequence[KVCacheSpec], tokens: in
     scheduler = make_scheduler({"long_prompt": {}}, groups=groups, budget=256)
     # Mamba layers hold two states at a block boundary.
     moves = groups is GROUPS["mamba"] and tokens > BLOCK_TOKENS
-    assert scheduler._planner._kv_cache.blocks_of(tokens) == blocks_of(groups, tokens) + moves
+    assert scheduler._planner._kv_cache.blocks_for(tokens) == blocks_of(groups, tokens) + moves
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)

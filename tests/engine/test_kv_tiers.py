@@ -26,7 +26,7 @@ def test_prompt_in_the_tier_passes_a_long_one(tiered: Tiered) -> None:
     tiered.turn("fresh", None, 900)
     tiered.step()
     turn = tiered.turn("turn", 0, 20, output=1)
-    assert tiered.scheduler._planner.prefixes.tokens(turn) == KEPT
+    assert tiered.scheduler._planner.prefixes.cached_tokens(turn) == KEPT
     assert tiered.lane(turn) == "short"
     left = turn.num_tokens - KEPT
     tiered.loads = False
@@ -97,7 +97,7 @@ def test_handed_over_prompt_is_not_looked_up() -> None:
     remote = make_request(900, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
     tiered.scheduler.add_request(remote)
-    assert tiered.scheduler._planner.prefixes.tokens(remote) == remote.num_tokens
+    assert tiered.scheduler._planner.prefixes.cached_tokens(remote) == remote.num_tokens
     assert tiered.lane(remote) == "short"
     # With offloading alone no prefill worker sends anything.
     tiered = Tiered(OFFLOADING, LONG_PROMPT)
@@ -114,7 +114,7 @@ def test_vllm_loads_from_the_first_connector_with_blocks(first: bool) -> None:
     tiered.scheduler.add_request(remote)
     tiered.step()
     parts = tiered.scheduler.connector.sub_connectors
-    (begun,) = (part.begun for part in parts if hasattr(part, "begun"))
+    (begun,) = (part.new_fetches for part in parts if hasattr(part, "new_fetches"))
     assert begun == {"remote": remote.num_tokens if first else 0}
 
 
@@ -165,12 +165,12 @@ def test_only_repeatable_lookups_are_made() -> None:
     request: Any = SimpleNamespace(num_preemptions=0, kv_transfer_params=None)
     counting, repeatable = Counting(), Repeatable()
     assert lookup_of(counting) is None
-    assert not KvTiers(counting)
+    assert not KvTiers(counting).have_lookups
     tiers = KvTiers(SimpleNamespace(sub_connectors=[counting, repeatable]))
-    assert tiers.tokens(request, 16) == 0  # the connector does not know yet
-    assert tiers.tokens(request, 16) == 48
+    assert tiers.loadable_tokens(request, 16) == 0  # the connector does not know yet
+    assert tiers.loadable_tokens(request, 16) == 48
     request.num_preemptions = 1
-    assert tiers.tokens(request, 16) == 0
+    assert tiers.loadable_tokens(request, 16) == 0
     assert (counting.asked, repeatable.asked) == (0, 2)
 
 
@@ -178,7 +178,7 @@ def test_only_repeatable_lookups_are_made() -> None:
 def test_without_a_connector_nothing_is_asked_or_handed_over(claim: object) -> None:
     request: Any = SimpleNamespace(num_preemptions=0, kv_transfer_params=claim)
     tiers = KvTiers(None)
-    assert not tiers
+    assert not tiers.have_lookups
     assert not tiers.is_handed_over(request)
     assert KvTiers(Counting()).is_handed_over(request) == isinstance(claim, dict)
-    assert tiers.tokens(request, 0) == 0
+    assert tiers.loadable_tokens(request, 0) == 0

@@ -35,7 +35,7 @@ def loaded(
     """
     bench = Bench({**(beside or {}), "long_prompt": settings or {}}, **engine)
     if chunk is not None:
-        bench["long_prompt"].size = PinnedChunk(chunk)
+        bench["long_prompt"].chunk_size = PinnedChunk(chunk)
     bench.add_all({str(number): tokens for number, tokens in enumerate(prompts)})
     return bench
 
@@ -71,14 +71,14 @@ def test_next_long_enters_in_the_step_that_completes_the_first() -> None:
 
 def test_shorter_long_enters_first_and_longs_of_one_size_keep_their_order() -> None:
     bench = loaded(300, 1900, 500, 150, chunk=64)
-    bench["long_prompt"].size.token_s = 1.0
+    bench["long_prompt"].chunk_size.token_s = 1.0
     assert bench.entries() == ["3", "0", "2", "1"]
     assert loaded(100, 200, 150, 130).entries() == ["0", "1", "2", "3"]
 
 
 def test_long_that_has_waited_enters_before_a_shorter_one() -> None:
     bench = loaded(300, 1900, chunk=64)
-    bench["long_prompt"].size.token_s = 0.001
+    bench["long_prompt"].chunk_size.token_s = 0.001
     bench.play(1, wait(3), add("2", 150))  # 1,900 tokens take less
     assert bench.entries() == ["1", "2"]
 
@@ -144,7 +144,7 @@ def test_long_has_its_whole_chunk_while_a_short_lacks_blocks() -> None:
     # A comparison has half a chunk.
     bench = world()
     lack_blocks(bench)
-    usual = bench["long_prompt"].size.tokens
+    usual = bench["long_prompt"].chunk_size.tokens
     assert {step["long"] for step in bench.steps(3)} == {usual // 2, min(usual, 508)}
 
 
@@ -217,13 +217,13 @@ def test_prefix_is_looked_up_once_without_changes() -> None:
     request = bench.add("r", [*document, *[3] * 400])
     lookups.clear()
     bench.scheduler.current_step += 1
-    assert [prefixes.tokens(request) for _ in range(3)] == [496] * 3
+    assert [prefixes.cached_tokens(request) for _ in range(3)] == [496] * 3
     assert len(lookups) == 1
     assert prefixes.blocks_read % (496 // 16) == 0
     # Taken blocks may have evicted the prefix.
     pool = bench.scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 9)
-    assert prefixes.tokens(request) < 496
+    assert prefixes.cached_tokens(request) < 496
     assert len(lookups) == 2
 
 
@@ -301,13 +301,13 @@ def test_formerly_short_request_is_looked_up_before_it_enters() -> None:
     assert longs_waiting(bench) == 1
     bench.abort("batch")
     assert bench.step().keys() == {"held"}
-    assert "held" not in bench["long_prompt"]._lookups._found
+    assert "held" not in bench["long_prompt"]._lookups._by_request
 
 
 def test_longs_of_one_step_leave_no_lookups() -> None:
     bench = loaded(*[100] * 3, budget=128, settings=ALL_PARTIAL)
     bench.drain()
-    assert not any(str(number) in bench["long_prompt"]._lookups for number in range(3))
+    assert not any(bench["long_prompt"]._lookups.was_long(str(number)) for number in range(3))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_chunk_is_sized_by_the_measured_steps() -> None:
         scheduler.update_from_output(output, answer(scheduler, output))
         assert bench.now < 1100
     # Half of 2,048 tokens take 5 % longer in all, half of 1,024 take 9 %.
-    assert policy.size.tokens == policy.gauges()["long_chunk_tokens"] == 1024
+    assert policy.chunk_size.tokens == policy.gauges()["long_chunk_tokens"] == 1024
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
@@ -479,7 +479,7 @@ def test_prompt_is_long_if_more_tokens_than_the_threshold_are_left(cached: int) 
     left = 100 - cached
     found = lookups.long_tokens_left(prompt, lambda: cached, 0.0)
     assert found == (left if left > 80 else None)
-    assert (prompt.request_id in lookups) is (left > 80)
+    assert lookups.was_long(prompt.request_id) is (left > 80)
     assert lookups.is_still_short(prompt) is (left <= 80)
     assert lookups.long_tokens_left(make_request(80), lambda: 0, 0.0) is None
 

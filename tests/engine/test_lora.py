@@ -91,8 +91,8 @@ class World(Bench):
         scheduler, rng = self.scheduler, self.rng
         assert len(adapters_running(self)) <= self.max_loras
         if self.transfers:
-            self.fetching += scheduler.connector.begun
-            scheduler.connector.begun = {}
+            self.fetching += scheduler.connector.new_fetches
+            scheduler.connector.new_fetches = {}
             fetched = {name for name in self.fetching if rng.random() < 0.2}
             self.fetching = [name for name in self.fetching if name not in fetched]
             self.receive(*fetched & scheduler.requests.keys())
@@ -239,7 +239,7 @@ def test_unused_adapters_leave_no_state() -> None:
         bench.add(f"r{adapter}", 20, adapter=adapter, hashed=False)
         bench.step()
         bench.abort(f"r{adapter}")
-    assert len(bench.scheduler.waiting._heaps._sizes) <= 2 * MAX_DEAD_ENTRIES
+    assert len(bench.scheduler.waiting._heaps._group_sizes) <= 2 * MAX_DEAD_ENTRIES
     assert len(bench.scheduler.waiting._heaps.lanes) <= 2 * MAX_DEAD_ENTRIES
 
 

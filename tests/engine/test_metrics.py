@@ -152,8 +152,8 @@ def test_number_of_lane_labels_is_bounded(recorder: Metrics, registry: Collector
     assert len(admitted) == metrics.MAX_LABELS + 1
     assert sum(admitted.values()) == 100
     # The first labels are kept.
-    bounded = BoundedLabels(most=1)
-    assert [bounded((name,)) for name in "aba"] == [("a",), (OTHER,), ("a",)]
+    bounded = BoundedLabels(max_labels=1)
+    assert [bounded.limit((name,)) for name in "aba"] == [("a",), (OTHER,), ("a",)]
 
 
 def test_metrics_of_two_engines_are_written_at_intervals() -> None:

@@ -200,7 +200,7 @@ def test_untested_release_is_probed_before_the_model_loads(
     ],
 )
 def test_own_class_returns_our_scheduler_class(kind: Any, expected: type | None) -> None:
-    assert plugin.own_class(config(scheduler_cls=kind)) is expected
+    assert plugin.policy_scheduler_class(config(scheduler_cls=kind)) is expected
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_step_counts_running_decoding_and_waiting_requests(probed: MakeProbed) -
     assert (seen.running, seen.waiting, seen.holding_kv, seen.free_slots) == (2, 1, 0, 0)
     assert names(seen.decoding) == ["0"]
     assert names(seen.prefills) == ["1"]
-    assert (seen.decodes, seen.context_tokens) == (1, 21)
+    assert (seen.decode_tokens, seen.context_tokens) == (1, 21)
     # 22 tokens, and 64 - 20 + 63 of the second prompt, take two and seven of a hundred blocks.
     assert seen.kv_free == pytest.approx(0.91)
     assert seen.now == bench.now - 0.01
@@ -215,7 +215,7 @@ def test_next_to_enter_considers_slots_gates_and_pauses(
     bench.steps(2)
     assert probe.entered == [True, False]  # both slots are taken
     bench.abort("1")
-    monkeypatch.setattr(bench.scheduler.waiting, "_choose", lambda: None)
+    monkeypatch.setattr(bench.scheduler.waiting, "_choose_offer", lambda: None)
     bench.step()
     monkeypatch.undo()
     bench.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -321,7 +321,7 @@ def test_no_tokens_are_kept_for_absent_drafts(
     """With the maximum of drafts, decodes would exceed the step."""
     bench = Bench(policies, ahead=False, budget=256, max_num_seqs=40)
     if "long_prompt" in policies:
-        bench["long_prompt"].size = PinnedChunk(256)
+        bench["long_prompt"].chunk_size = PinnedChunk(256)
     scheduler = bench.scheduler
     scheduler.num_spec_tokens = 7
     bench.add_all({f"d{number}": 8 for number in range(32)}, output=600)

@@ -102,10 +102,10 @@ class RemoteKv(Machine):
         ready = [r for r in self.scheduler.kv_holding_waiting if r.request_id in received]
         super()._schedule()
         self._check_ready(ready)
-        begun, requests = self.scheduler.connector.begun, self.scheduler.requests
-        for name, tokens in begun.items():
+        fetches, requests = self.scheduler.connector.new_fetches, self.scheduler.requests
+        for name, tokens in fetches.items():
             self.receiving[name] = (requests[name].num_computed_tokens - tokens) // BLOCK
-        begun.clear()
+        fetches.clear()
 
     def _check_ready(self, ready: list[Any]) -> None:
         """Check that a decode leg begins, if KV has come and there are slots and room."""

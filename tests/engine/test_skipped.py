@@ -112,10 +112,10 @@ def test_aborted_requests_leave_no_state() -> None:
     assert len(queue) == 0
     assert not queue
     bench.steps(2)
-    assert not queue._heaps.aside
+    assert not queue._heaps.set_aside
     assert not queue._turned_away
     assert not +queue.lane_counts.waiting
-    assert not any(+sizes for sizes in queue._heaps._sizes.values())
+    assert not any(+sizes for sizes in queue._heaps._group_sizes.values())
     by_policy = queue.lane_counts.by_policy
     assert all(not count.requests for counts in by_policy for count in counts.values())
-    assert not bench.scheduler._planner.admission.lora_slots._skipped
+    assert not bench.scheduler._planner.admission.lora_slots._skipped_adapters

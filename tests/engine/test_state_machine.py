@@ -338,8 +338,8 @@ class Machine(RuleBasedStateMachine):
         scheduler = self.scheduler
 
         def judging(victim: Any, *args: Any, **kwargs: Any) -> None:
-            worst = max(map(scheduler._planner.classes.of, scheduler.running), default=0.0)
-            assert self.resets or scheduler._planner.classes.of(victim) >= worst
+            worst = max(map(scheduler._planner.classes.class_of, scheduler.running), default=0.0)
+            assert self.resets or scheduler._planner.classes.class_of(victim) >= worst
             preempt(victim, *args, **kwargs)
 
         return judging
@@ -355,7 +355,7 @@ class Machine(RuleBasedStateMachine):
         number = names.index("lanes")
         lanes = self.scheduler._policies[number]
         rules = queue._rules
-        ask, choose = rules.gate_of, queue._choose
+        ask, choose = rules.gate_of, queue._choose_offer
         gates: dict[Any, Gate] = {}
 
         def has_waited(request: Any) -> bool:
@@ -386,7 +386,7 @@ class Machine(RuleBasedStateMachine):
                 self.passing.add(chosen.request_id)
             return chosen
 
-        rules.gate_of, queue._choose = gate_of, choosing
+        rules.gate_of, queue._choose_offer = gate_of, choosing
 
     def _check_turns(self, admitted: list[Any]) -> None:
         """Check that overdue urgent requests and other overdue requests take turns."""
@@ -474,11 +474,11 @@ class Machine(RuleBasedStateMachine):
         classes = scheduler._planner.classes
         if classes.policy is None:
             return
-        known = classes._known
+        known = classes._decode_classes
         assert known.keys() <= {*scheduler.requests.values()}
         if classes.policy.class_changes == classes._class_changes:
             decoding = [r for r in scheduler.running if not r.is_prefill_chunk and r in known]
-            assert [known[r] for r in decoding] == [classes.of(r) for r in decoding]
+            assert [known[r] for r in decoding] == [classes.class_of(r) for r in decoding]
 
     @invariant()
     def held_reasons_are_declared(self) -> None:

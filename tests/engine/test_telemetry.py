@@ -17,7 +17,7 @@ from tests.engine.test_metrics import values
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
 from tests.policies.making import Bench, add, add_all, wait
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler, metrics_folder
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.engine import metrics, telemetry
 from vllm_sched.engine.trace import VARIABLE
@@ -48,7 +48,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make schedulers trace to this file."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "trace.json"))
-    monkeypatch.setattr(telemetry, "_on_signal", lambda *_: None)
+    monkeypatch.setattr(telemetry, "_write_on_signal", lambda *_: None)
     return tmp_path / "trace.json"
 
 

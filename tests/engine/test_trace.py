@@ -134,7 +134,7 @@ def test_waiting_slice_ends_now_or_at_the_abort() -> None:
     log = [
         TracedArrival(0.5, "stays", 9),
         TracedArrival(0.5, "leaves", 9),
-        step(1, 1.0, 2.0, decode={"a": 1}, gone={"leaves", "never seen"}),
+        step(1, 1.0, 2.0, decode={"a": 1}, ended={"leaves", "never seen"}),
     ]
     tracks = slices(events(log, 4.0), REQUESTS)
     assert slices_of(tracks["stays (9 tokens)"]) == [("waiting", 500_000, 4_000_000, None)]
@@ -146,9 +146,9 @@ def test_reused_name_gets_another_track() -> None:
         TracedArrival(0.0, "r", 1),
         step(1, 0.0, 1.0, {"r": (1, 0)}),
         TracedArrival(1.5, "r", 2),
-        step(2, 2.0, 3.0, {"r": (2, 0)}, gone=()),
+        step(2, 2.0, 3.0, {"r": (2, 0)}, ended=()),
     ]
-    found = events([log[0], log[1], step(9, 1.0, 1.0, gone={"r"}), *log[2:]], 3.0)
+    found = events([log[0], log[1], step(9, 1.0, 1.0, ended={"r"}), *log[2:]], 3.0)
     assert set(slices(found, REQUESTS)) == {"r (1 tokens)", "r (2 tokens)"}
     tids = {e["tid"] for e in found if e["ph"] == "X" and e["pid"] == REQUESTS}
     assert len(tids) == 2
@@ -161,7 +161,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_oldest_entries_are_dropped() -> None:
-    trace = EngineTrace(most_entries=50)
+    trace = EngineTrace(max_entries=50)
     trace.record_arrival(0.0, "a", 10)
     for i in range(100):
         trace.record_step(step(i, i, i + 1.0, decode={"a": 1, "b": 1, "c": 1}))
@@ -180,7 +180,7 @@ def test_write_replaces_the_file_atomically(tmp_path: Path) -> None:
     file.trace.record_arrival(0.0, "a", 1)
     file.write(1.0)
     file.trace.record_arrival(0.0, "b", 1)
-    file.write_aside(1.0).join()
+    file.write_in_thread(1.0).join()
     check(found := json.loads((tmp_path / "out.json").read_text())["traceEvents"])
     assert set(slices(found, REQUESTS)) == {"a (1 tokens)", "b (1 tokens)"}
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]

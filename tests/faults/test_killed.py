@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from benchmarks import soak
+from benchmarks.soak.router import children_of, wait_idle
 from tests.faults import dns
 from tests.faults.clients import DISCONNECTED, LEFT, NO_ROUTER, REFUSED, TORN, WHOLE, ClientLoad
 from tests.faults.faulty_fleet import KEYS, FaultyFleet
@@ -107,13 +107,13 @@ async def test_killed_process_of_two_is_restarted_under_load(tmp_path: Path) -> 
                 lambda: clients.outcomes[WHOLE] > 50 and dns.LOOKUP_FAILED_LINE in log.read_text()
             )
             no_names.unlink()
-            os.kill(soak.children_of(router.pid)[0], signal.SIGKILL)
+            os.kill(children_of(router.pid)[0], signal.SIGKILL)
             await wait_until(lambda: "restarting in" in log.read_text())
             before = clients.outcomes[WHOLE]
             await wait_until(lambda: clients.outcomes[WHOLE] > before + 50)
-            await wait_until(lambda: len(soak.children_of(router.pid)) == 2)
+            await wait_until(lambda: len(children_of(router.pid)) == 2)
             await clients.end()
-            assert await soak.wait_idle(port) <= 0
+            assert await wait_idle(port) <= 0
     assert set(clients.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NO_ROUTER}
     assert clients.outcomes[TORN] <= 2 * CLIENTS
 

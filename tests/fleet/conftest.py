@@ -18,7 +18,7 @@ import pytest
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.collector import Collector
 from vllm_sched.cli.fleet.up import assign_ports, make_worker
-from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, tracing
+from vllm_sched.workers.launch import Worker, WorkerError, trace_flags, trace_variables
 
 # With all paths that vLLM serves for such a model.
 PATHS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--enable-scale-out")
@@ -150,7 +150,7 @@ def third_or_dead(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
         args=(*ARGS, f"--max-num-seqs={SEATS}", *trace_flags(())),
         policies=SETTINGS,
         cpus=(max(os.sched_getaffinity(0)),),
-        env={**ENV, **ALONE, **tracing(trace_file)},
+        env={**ENV, **ALONE, **trace_variables(trace_file)},
     )
     one = WorkerConfig(name=THIRD, role="decode", launch=launch)
     nixl = TransferConfig(connector="nixl")

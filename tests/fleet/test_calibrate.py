@@ -11,8 +11,7 @@ import pytest
 from tests.fleet.test_worker import Workers
 from vllm_sched.bench.calibrate import step_times
 from vllm_sched.cli.main import main
-from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, kind_of
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import STEP_KINDS, StepShape, StepTime
 
 BUDGET, CONTEXT = 512, 4096
 # Allowed factor of the median prediction error on a busy machine.
@@ -41,12 +40,12 @@ def test_saved_calibration_predicts_the_workers_steps(
     assert 0 < time.prefill_s < time.decode_fixed_s
     assert all(low <= high for low, high in saved["intervals"].values())
 
-    off: dict[str, list[float]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
+    off: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
     for step in saved["steps"]:
         took, held_out = step.pop("seconds"), step.pop("held_out")
         if held_out:
             shape = StepShape(**step)
-            off[kind_of(shape)].append(time.seconds(shape) / took)
+            off[shape.kind].append(time.seconds(shape) / took)
     for kind, ratios in off.items():
         assert 1 / FACTOR < median(ratios) < FACTOR, kind
 

@@ -51,7 +51,7 @@ NEAR = 1e-3
 def router(
     ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Router]:
-    assert all(worker.healthy() for worker in ends.values())
+    assert all(worker.is_healthy() for worker in ends.values())
     with handing_over(tmp_path_factory.mktemp("handover"), listed(fleet)) as running:
         yield running
 
@@ -310,7 +310,7 @@ async def test_client_cannot_make_a_worker_connect_to_an_address(
         with pytest.raises(TimeoutError):
             listener.accept()
         assert await tokens(client, prompt_ids) == right
-    assert ends[DECODE].healthy()
+    assert ends[DECODE].is_healthy()
 
 
 async def test_client_cannot_read_blocks_of_another_request(router: Router, ends: Ends) -> None:

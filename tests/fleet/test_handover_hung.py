@@ -80,7 +80,7 @@ async def test_prefill_worker_that_hangs_during_a_prefill(
                 waited_s = time.monotonic() - begun
                 [decision] = router.decisions(1)
                 assert (decision["worker"], decision["prefill_worker"]) == (DECODE, None)
-                assert ends[PREFILL].healthy() == (part == ENGINE)
+                assert ends[PREFILL].is_healthy() == (part == ENGINE)
             bound_s = prefill_s + LATE_FACTOR * took_s if part == ENGINE else DOWN_S + DOWN_GRACE_S
             assert waited_s < bound_s + 2 * took_s + HELD_UP_S
             assert router.handovers()["prefill_failed"] == 1

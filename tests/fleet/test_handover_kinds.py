@@ -137,7 +137,7 @@ def router(
     ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Router]:
     """Run the router with both workers."""
-    assert all(worker.healthy() for worker in ends.values())
+    assert all(worker.is_healthy() for worker in ends.values())
     folder = tmp_path_factory.mktemp("kinds")
     with handing_over(folder, listed(fleet), above=ABOVE) as running:
         yield running

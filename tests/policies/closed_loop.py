@@ -92,7 +92,7 @@ class ClosedLoop:
             index=self.steps,
             now=self.now,
             budget=self.budget,
-            decodes=self._active,
+            decode_tokens=self._active,
             prefills=list(self._prefilling),
             free_slots=self.slots - running,
             running=running,

@@ -177,13 +177,13 @@ class PinnedChunk:
         self.tokens = tokens
 
     @property
-    def usual(self) -> LongChunk:
+    def usual_chunk(self) -> LongChunk:
         """Return the chunk of the next step, and its least size with shorts."""
         return LongChunk(self.tokens, -(-self.tokens // 2))
 
     def next_chunk(self) -> LongChunk:
         """Return the same: no step is a comparison."""
-        return self.usual
+        return self.usual_chunk
 
     def observe(self, result: object) -> None:
         """Learn nothing."""

@@ -61,7 +61,7 @@ class Run(Bench):
                 contexts.append(before)
         shape = StepShape.from_chunks(chunks, len(contexts), sum(contexts))
         seconds = self.machine.seconds(shape) * self.noise()
-        if shape.mixed:
+        if shape.kind == "mixed":
             self.gaps.append(seconds + self.between)
             self.prefills.append(shape.prefill_tokens)
         return seconds
@@ -159,12 +159,12 @@ def test_rare_stalls_cost_little_if_decodes_take_half_of_the_target() -> None:
 
 def test_ends_of_prompts_say_nothing_about_full_chunks() -> None:
     run = tight_run(lambda: 1.0)
-    before = list(run.policy.error._errors), run.policy._measured.tokens
+    before = list(run.policy.prediction_error._errors), run.policy._measured.tokens
     assert len(before[0]) >= 64
     for number in range(5):
         run.add(f"s{number}", 20, output=2)
         run.step()
-    assert (list(run.policy.error._errors), run.policy._measured.tokens) == before
+    assert (list(run.policy.prediction_error._errors), run.policy._measured.tokens) == before
 
 
 def test_batch_prompt_with_read_cost_does_not_slow_down_over_time() -> None:
@@ -215,7 +215,9 @@ def test_shown_chunk_never_exceeds_the_step_budget(settings: dict[str, object]) 
 
 def test_decodes_that_fill_a_step_leave_prefill_one_token() -> None:
     policy = Run({"itl_ms": 30.0}).policy
-    assert policy.budget(Step(0, 0.0, budget=8, decodes=8, prefills=[FakeRequest("a")])) == 8 + 1
+    assert (
+        policy.budget(Step(0, 0.0, budget=8, decode_tokens=8, prefills=[FakeRequest("a")])) == 8 + 1
+    )
 
 
 def test_late_prompt_spends_the_slack_of_decodes() -> None:
@@ -240,7 +242,7 @@ def test_long_step_is_judged_by_its_own_allowance() -> None:
     (policy,) = registry.build({"chunk_budget": {"itl_ms": 10.0, "ttft_ms": 100.0}}, facts)
     ahead, late = FakeRequest("ahead", arrival_time=5.0), FakeRequest("late", arrival_time=0.0)
     for index, prefills in ((1, [late]), (2, [])):
-        step = Step(index=index, now=5.0, budget=2048, decodes=1, prefills=prefills)
+        step = Step(index=index, now=5.0, budget=2048, decode_tokens=1, prefills=prefills)
         step.decoding = [ahead]
         policy.begin_step(step, {})
         policy.budget(step)
@@ -265,9 +267,9 @@ def test_only_remaining_tokens_spend_the_slack_of_decodes(
     facts = EngineFacts(2_000_000, 2048, 32)
     (policy,) = registry.build({"chunk_budget": {"itl_ms": 10.0, "ttft_ms": 100.0}}, facts)
     head = FakeRequest("head", 1_000_000, arrival_time=5.0, cached=1_000_000 - left)
-    step = Step(index=1, now=5.0, budget=2048, decodes=1, prefills=[])
+    step = Step(index=1, now=5.0, budget=2048, decode_tokens=1, prefills=[])
     step.decoding = [FakeRequest("ahead", arrival_time=decode_at)]
-    step.next_to_enter, step.cached_of = lambda: head, lambda _: head.cached
+    step.next_to_enter, step.cached_tokens_of = lambda: head, lambda _: head.cached
     policy.begin_step(step, {})
     policy.budget(step)
     assert policy.counters()["slack_steps"] == slack
@@ -283,7 +285,7 @@ def test_least_gap_that_decodes_ask_for_sizes_the_step() -> None:
 
     def allowed_s(*names: str) -> float:
         decoding = [requests[name] for name in names]
-        step = Step(index=1, now=0.0, budget=2048, decodes=len(names), prefills=(),
+        step = Step(index=1, now=0.0, budget=2048, decode_tokens=len(names), prefills=(),
                     decoding=decoding)  # fmt: skip
         return policy._allowed_s(step)
 

@@ -44,7 +44,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> str:
 def with_chunk(policies: Policies, tokens: int = 64, **engine: Any) -> Bench:
     """Return a bench whose long prompts have chunks of this size."""
     bench = Bench(policies, **{"num_blocks": 1000, **engine})
-    bench["long_prompt"].size = PinnedChunk(tokens)
+    bench["long_prompt"].chunk_size = PinnedChunk(tokens)
     return bench
 
 
@@ -131,7 +131,7 @@ def test_turn_is_not_shared_with_held_prompts() -> None:
 def test_no_turn_is_kept_for_a_batch_prompt(settings: dict[str, object], beside: list[str]) -> None:
     bench = Bench({"lanes": {}, "rotation": settings, **{name: {} for name in beside}})
     if "long_prompt" in beside:
-        bench["long_prompt"].size = PinnedChunk(64)
+        bench["long_prompt"].chunk_size = PinnedChunk(64)
     bench.play(decode("d"), add("normal", 1500), 2, add("batch", 600, lane="batch"))
     got = bench.steps(12)
     assert sum(tokens["normal"] for tokens in got) >= 0.8 * 12 * 63
@@ -306,7 +306,7 @@ def test_limits_beside_decodes_do_not_apply_while_another_policy_pauses_them(pau
     for policies in ({"chunk_budget": {"chunk": 10}}, {"long_prompt": {}}):
         bench = Bench({**policies, pausing: {}}, num_blocks=1000)
         if "long_prompt" in policies:
-            bench["long_prompt"].size = PinnedChunk(64)
+            bench["long_prompt"].chunk_size = PinnedChunk(64)
         bench.play(decode("d"), add("long", 1900))
         assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
 

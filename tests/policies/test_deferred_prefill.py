@@ -63,10 +63,10 @@ class Driver:
             index=self.index,
             now=self.ms / 1000,
             budget=2048,
-            decodes=32 - free,
+            decode_tokens=32 - free,
             prefills=(),
             free_slots=free,
-            refused="head" if refused else None,
+            kv_blocked="head" if refused else None,
             running=32 - free if running is None else running,
             waiting=waiting,
             departed=departed,
@@ -352,7 +352,8 @@ def test_itl_target_caps_the_departures(departures: object) -> None:
         busy = loop(departures=departures, itl_ms=itl_ms).run(1500)
         k = found[itl_ms] = busy.policy.gauges()["k"]
         # Computed with the recent mean prompt; the minimum is one.
-        assert itl_ms in (None, 60.0) or regime.pause(0.8 * k) <= itl_ms / 1000
+        pause_s = regime.batch_seconds(0.8 * k) + regime.decode_seconds(regime.slots)
+        assert itl_ms in (None, 60.0) or pause_s <= itl_ms / 1000
     assert found[60.0] == 1 < found[120.0] < found[200.0] < found[None]
 
 
@@ -419,8 +420,8 @@ def test_requests_that_arrive_in_a_pause_do_not_prolong_it() -> None:
     policy = DriverWithItlTarget(PAUSES).policy
     for paused_s, enters in ((0.0, True), (0.010, True), (0.029, True), (0.031, False)):
         step = Step(
-            index=1, now=paused_s, budget=2048, decodes=8, prefills=(), free_slots=4, running=8,
-            paused_s=paused_s,
+            index=1, now=paused_s, budget=2048, decode_tokens=8, prefills=(), free_slots=4,
+            running=8, paused_s=paused_s,
         )  # fmt: skip
         policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
         # Decodes resume after 10 ms for the prompt and 10 ms for their own step.

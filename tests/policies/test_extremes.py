@@ -48,4 +48,4 @@ def test_every_accepted_extreme_serves_all_requests(name: str, key: str) -> None
         bench.drain()
         policy = bench[name]
         assert all(0 <= value < float("inf") for value in policy.gauges().values())
-        json.dumps(policy.resolved())
+        json.dumps(policy.effective_settings())

@@ -10,7 +10,7 @@ from tests.policies.closed_loop import FakeRequest
 from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts
 
-FULL, WINDOW, STATE = KvGroup(16, 125), KvGroup(16, 9), KvGroup(16, 5, spare=3)
+FULL, WINDOW, STATE = KvGroup(16, 125), KvGroup(16, 9), KvGroup(16, 5, spare_blocks=3)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ FULL, WINDOW, STATE = KvGroup(16, 125), KvGroup(16, 9), KvGroup(16, 5, spare=3)
     ],
 )
 def test_blocks_of_counts_all_groups(groups: list[KvGroup], tokens: int, blocks: int) -> None:
-    assert KvCache(1000, groups).blocks_of(tokens) == blocks
+    assert KvCache(1000, groups).blocks_for(tokens) == blocks
 
 
 def test_blocks_at_most_bounds_the_blocks_of_a_step() -> None:

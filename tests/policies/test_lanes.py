@@ -245,16 +245,16 @@ def test_service_classes_of_decodes_are_cached() -> None:
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert 2 * len(lanes) - 1 > free >= len(lanes)
     classes = scheduler._planner.classes
-    ask = classes.of
-    classes.of = lambda request: calls.append(request) or ask(request)
-    classes._known.clear()
+    ask = classes.class_of
+    classes.class_of = lambda request: calls.append(request) or ask(request)
+    classes._decode_classes.clear()
     bench.steps(10)
     assert len(calls) == len(lanes)
     # Decodes keep their order, and finished requests leave the cache.
     order = [r.request_id.rstrip("0123456789") for r in scheduler.running]
     assert order == ["urgent"] * 5 + ["normal"] * 5 + ["batch"] * 5
     bench.abort(*bench.running)
-    assert not classes._known
+    assert not classes._decode_classes
 
 
 def test_changed_service_class_takes_effect_at_once() -> None:
@@ -266,15 +266,15 @@ def test_changed_service_class_takes_effect_at_once() -> None:
     before = lanes.class_changes
     assert [lanes.service_class(request) for request in requests] == [2, 2]
     lanes._overdue.released["batch"] = "one"
-    assert classes.of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
+    assert classes.classes_of_decodes(requests) == dict(zip(requests, (0, 2), strict=True))
     # Another request is released while the first is preempted.
     lanes._running.discard("one")
-    lanes._overdue._due["two"] = True
+    lanes._overdue._first_heads["two"] = True
     lanes.admitted(requests[1])
     assert lanes.class_changes > before
-    assert classes.of_decodes(requests) == dict(zip(requests, (2, 0), strict=True))
+    assert classes.classes_of_decodes(requests) == dict(zip(requests, (2, 0), strict=True))
     lanes.departed(requests[1], bench.now)
-    assert classes.of_decodes(requests[:1]) == {requests[0]: 2}
+    assert classes.classes_of_decodes(requests[:1]) == {requests[0]: 2}
 
 
 # Bounded waits
@@ -417,12 +417,12 @@ def test_finished_requests_leave_no_state() -> None:
         bench.add(str(number), 10, extra_args=extra_args)
     bench.steps(2)
     lanes = bench["lanes"]
-    assert lanes._left_s
+    assert lanes._time_to_deadline_s
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     bench.step()
     bench.abort("5")
     bench.drain()
-    assert lanes._asked == lanes._left_s == lanes._running.requests == {}
+    assert lanes._requested_lanes == lanes._time_to_deadline_s == lanes._running.requests == {}
     assert lanes._overdue.released == {}
     assert set(lanes._running.counts.values()) == {0}
 

@@ -28,14 +28,14 @@ def test_names_and_settings_become_configuration() -> None:
 def test_build_resolves_the_threshold(budget: int, given: int, threshold: int) -> None:
     facts = replace(FACTS, max_num_batched_tokens=budget)
     (policy,) = registry.build({"long_prompt": {"long_prefill_token_threshold": given}}, facts)
-    assert policy.resolved()["long_prefill_token_threshold"] == threshold
+    assert policy.effective_settings()["long_prefill_token_threshold"] == threshold
 
 
 def test_resolved_settings_configure_the_same_policy() -> None:
     (policy,) = registry.build({"long_prompt": {"max_wait_s": 5.0}}, FACTS)
-    (again,) = registry.build({"long_prompt": policy.resolved()}, FACTS)
-    assert again.resolved() == policy.resolved()
-    assert registry.former_settings({"long_prompt": policy.resolved()}) == []
+    (again,) = registry.build({"long_prompt": policy.effective_settings()}, FACTS)
+    assert again.effective_settings() == policy.effective_settings()
+    assert registry.former_setting_warnings({"long_prompt": policy.effective_settings()}) == []
 
 
 def test_former_settings_are_accepted_with_a_warning() -> None:
@@ -43,8 +43,8 @@ def test_former_settings_are_accepted_with_a_warning() -> None:
     given = {"max_num_partial_prefills": 2, "long_prefill_share": 0.5, "long_step_stretch": 6}
     assert given.keys() == former.keys()
     (policy,) = registry.build({"long_prompt": given}, FACTS)
-    assert policy.resolved().items() >= given.items()
-    warnings = registry.former_settings({"long_prompt": {"max_wait_s": 5.0, **given}})
+    assert policy.effective_settings().items() >= given.items()
+    warnings = registry.former_setting_warnings({"long_prompt": {"max_wait_s": 5.0, **given}})
     assert [warning.partition(":")[0] for warning in warnings] == [
         f"long_prompt.{name}" for name in given
     ]
@@ -61,7 +61,7 @@ def test_warning_of_a_former_setting_names_a_remedy(
     name: str, given: dict[str, object], remedy: str
 ) -> None:
     assert registry.build({name: given}, FACTS)
-    (warning,) = registry.former_settings({name: given})
+    (warning,) = registry.former_setting_warnings({name: given})
     assert remedy in warning
 
 

@@ -32,7 +32,7 @@ def test_batch_forms_over_several_steps() -> None:
     bench.steps(5)
     assert bench.running == set("abcd")
     assert bench["static_batching"].gauges()["batch_members"] == 4
-    assert bench["static_batching"].resolved()["size"] == 7
+    assert bench["static_batching"].effective_settings()["size"] == 7
 
 
 def test_step_without_admissions_closes_the_batch() -> None:

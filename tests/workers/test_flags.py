@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sched.workers.flags import key, last, names, number, parse, readable
+from vllm_sched.workers.flags import (
+    absolute_config,
+    flag_names,
+    int_value,
+    json_key,
+    last_value,
+    parse,
+)
 
 
 def test_parsed_flags_keep_all_words() -> None:
@@ -16,7 +23,7 @@ def test_parsed_flags_keep_all_words() -> None:
     assert [(flag.name, flag.value) for flag in flags] == [
         ("", "model"), ("--a-b", "1"), ("--c-d", "2"), ("--switch", None), ("--e", "x"), ("", "y"),
     ]  # fmt: skip
-    assert names(words) == {"--a-b", "--c-d", "--switch", "--e"}
+    assert flag_names(words) == {"--a-b", "--c-d", "--switch", "--e"}
 
 
 def test_dotted_key_belongs_to_its_flag() -> None:
@@ -26,11 +33,11 @@ def test_dotted_key_belongs_to_its_flag() -> None:
 
 def test_last_of_several_values_counts() -> None:
     words = ["--max-model-len", "10", "--max_model_len=20"]
-    assert last(words, "--max-model-len") == "20"
-    assert number(words, "--max-model-len") == 20
-    assert last(words, "--other") is None
-    assert number(["--max-model-len", "16k"], "--max-model-len") is None
-    assert number(["--max-model-len", "9" * 5000], "--max-model-len") is None
+    assert last_value(words, "--max-model-len") == "20"
+    assert int_value(words, "--max-model-len") == 20
+    assert last_value(words, "--other") is None
+    assert int_value(["--max-model-len", "16k"], "--max-model-len") is None
+    assert int_value(["--max-model-len", "9" * 5000], "--max-model-len") is None
 
 
 def test_short_names_are_expanded() -> None:
@@ -52,8 +59,8 @@ def test_short_names_in_all_spellings_are_no_values() -> None:
         ("--speculative-config.num-x", "3"), ("--compilation-config.mode", "3"),
         ("--quantization", None), ("-n", None),
     ]  # fmt: skip
-    assert last(["--chat-template", "-a b"], "--chat-template") == "-a b"
-    assert key(["--enable-lora", "-sc.num_x=3"], "--speculative-config", "num_x") == 3
+    assert last_value(["--chat-template", "-a b"], "--chat-template") == "-a b"
+    assert json_key(["--enable-lora", "-sc.num_x=3"], "--speculative-config", "num_x") == 3
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_short_names_in_all_spellings_are_no_values() -> None:
     ],
 )
 def test_key_of_an_object_flag(words: list[str], method: str | None) -> None:
-    assert key(words, "--spec", "method") == method
+    assert json_key(words, "--spec", "method") == method
 
 
 def test_config_option_is_rewritten_as_vllm_reads_it(
@@ -78,6 +85,6 @@ def test_config_option_is_rewritten_as_vllm_reads_it(
     monkeypatch.chdir(tmp_path)
     named = ["--seed", "1", "--config", str(file), "--enforce-eager"]
     for spelling in (["--config=flags.yaml"], ["--config", "flags.yaml"], [f"--config={file}"]):
-        assert readable(["--seed", "1", *spelling, "--enforce-eager"]) == named
-    assert readable(["--config=not/here.yaml"]) == ["--config", "not/here.yaml"]
-    assert readable(["--config"]) == ["--config"]
+        assert absolute_config(["--seed", "1", *spelling, "--enforce-eager"]) == named
+    assert absolute_config(["--config=not/here.yaml"]) == ["--config", "not/here.yaml"]
+    assert absolute_config(["--config"]) == ["--config"]

@@ -32,7 +32,7 @@ def fake(code: str, *arguments: str, deadline_s: float = 60.0, grace_s: float = 
 def test_worker_serves_inside_the_block_and_leaves_nothing(tmp_path: Path) -> None:
     with family(tmp_path / "pids") as running:
         pids = members(tmp_path / "pids")
-        assert running.healthy()
+        assert running.is_healthy()
         assert running.pid == pids[0]
         assert all(alive(pid) for pid in pids)
         folder = running.log.parent

@@ -12,7 +12,7 @@ import pytest
 
 from tests.workers.servers import alive, assert_gone, family, members, script
 from vllm_sched.workers.launch import Worker, WorkerError, free_port
-from vllm_sched.workers.supervise import KeeperNews, KeeperState, Supervisor, WorkerKeeper
+from vllm_sched.workers.supervise import KeeperEvent, KeeperState, Supervisor, WorkerKeeper
 
 LOAD_S = 20.0
 
@@ -59,29 +59,29 @@ class MortalWorker:
         if self.world.now >= self.dies_at:
             raise WorkerError("w died with exit code 1; the end of its log:\nboom")
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return self.world.now < self.silent_after
 
     def stop(self) -> None:
         self.calls.append("stop")
 
 
-def kept(worker: MortalWorker) -> list[KeeperNews]:
+def kept(worker: MortalWorker) -> list[KeeperEvent]:
     """Keep a worker until its clock ends; return the events."""
-    events: list[KeeperNews] = []
+    events: list[KeeperEvent] = []
     world = worker.world
     WorkerKeeper(worker, events.append, wait=world.wait, clock=lambda: world.now).run()
     return events
 
 
-def deaths(events: list[KeeperNews]) -> list[KeeperNews]:
-    return [news for news in events if news.state is KeeperState.DIED]
+def deaths(events: list[KeeperEvent]) -> list[KeeperEvent]:
+    return [event for event in events if event.state is KeeperState.DIED]
 
 
 def test_live_worker_is_started_once_and_stopped_at_the_end() -> None:
     worker = MortalWorker(FakeClock(1000), [None])
     events = kept(worker)
-    assert [news.state for news in events] == ["queued", "starting", "ready", "stopped"]
+    assert [event.state for event in events] == ["queued", "starting", "ready", "stopped"]
     assert events[2].seconds == pytest.approx(LOAD_S)
     assert worker.calls == ["start", "stop"]
 
@@ -99,8 +99,8 @@ def test_dead_worker_is_stopped_and_restarted() -> None:
 
 def test_restart_pauses_double_up_to_a_limit_and_may_last_for_hours() -> None:
     events = deaths(kept(MortalWorker(FakeClock(60_000), [5.0] * 3000)))
-    assert [news.again_s for news in events[:7]] == [1, 2, 4, 8, 16, 30, 30]
-    assert [news.deaths for news in events[:7]] == [1, 2, 3, 4, 5, 6, 7]
+    assert [event.again_s for event in events[:7]] == [1, 2, 4, 8, 16, 30, 30]
+    assert [event.deaths for event in events[:7]] == [1, 2, 3, 4, 5, 6, 7]
     assert len(events) > 1500
     assert events[-1].again_s == 30
 
@@ -108,12 +108,12 @@ def test_restart_pauses_double_up_to_a_limit_and_may_last_for_hours() -> None:
 @pytest.mark.parametrize(("ready_for", "expected"), [(50, [1, 2, 4, 8]), (70, [1, 1, 1, 1])])
 def test_a_minute_of_health_resets_the_pauses(ready_for: float, expected: list[float]) -> None:
     events = deaths(kept(MortalWorker(FakeClock(5000), [LOAD_S + ready_for] * 5 + [None])))
-    assert [news.again_s for news in events[:4]] == expected
+    assert [event.again_s for event in events[:4]] == expected
 
 
 def test_missing_program_counts_as_a_death() -> None:
     events = deaths(kept(MortalWorker(FakeClock(100), [-1, None])))
-    assert [news.error for news in events] == ["no such program"]
+    assert [event.error for event in events] == ["no such program"]
 
 
 def test_hanging_worker_is_restarted() -> None:
@@ -137,16 +137,16 @@ class EventLog:
     """Collects events from several threads; a test can wait for an event."""
 
     def __init__(self) -> None:
-        self.events: list[KeeperNews] = []
+        self.events: list[KeeperEvent] = []
         self._changed = threading.Condition()
 
-    def __call__(self, news: KeeperNews) -> None:
+    def __call__(self, event: KeeperEvent) -> None:
         with self._changed:
-            self.events.append(news)
+            self.events.append(event)
             self._changed.notify_all()
 
     def states(self, worker: str) -> list[KeeperState]:
-        return [news.state for news in self.events if news.worker == worker]
+        return [event.state for event in self.events if event.worker == worker]
 
     def until(self, state: KeeperState, worker: str, times: int = 1) -> None:
         with self._changed:
@@ -173,7 +173,7 @@ def test_killed_server_is_restarted_and_the_other_stays(pair: list[Worker], tmp_
         os.kill(first[0], signal.SIGKILL)
         diary.until(KeeperState.READY, "a", times=2)
         assert_gone(first)
-        assert pair[0].healthy()
+        assert pair[0].is_healthy()
         assert all(alive(pid) for pid in other)
     assert diary.states("a")[-1] is diary.states("b")[-1] is KeeperState.STOPPED
     assert_gone(other)
@@ -213,7 +213,7 @@ class LoadingWorker:
     def check(self) -> None:
         """Succeed, as for a live worker."""
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return True
 
     def stop(self) -> None:

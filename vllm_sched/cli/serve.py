@@ -17,7 +17,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import expanded, names, number, parse, readable
+from vllm_sched.workers.flags import absolute_config, flag_names, int_value, parse, with_config_file
 from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"
@@ -76,7 +76,7 @@ def serve(arguments: argparse.Namespace) -> int:
     variables = {}
     if arguments.trace is not None:
         require_folders(arguments.trace)
-        variables = launch.tracing(arguments.trace)
+        variables = launch.trace_variables(arguments.trace)
         vllm_arguments += launch.trace_flags(arguments.rest)
     on_cpu = False
     with suppress(launch.WorkerError):  # without vLLM the command can still be printed
@@ -101,10 +101,10 @@ def vllm_command(
 ) -> list[str]:
     config = registry.parse_settings(_chosen_policies(policies), sets)
     # Our flags come after the user's file and would replace the value from the file.
-    expanded_flags, additional = _split_additional_config(expanded(flags))
-    flags, _ = _split_additional_config(readable(flags))
+    expanded_flags, additional = _split_additional_config(with_config_file(flags))
+    flags, _ = _split_additional_config(absolute_config(flags))
     registry.build(config, _facts(model, expanded_flags))
-    if "--scheduler-cls" in names(expanded_flags):
+    if "--scheduler-cls" in flag_names(expanded_flags):
         raise UsageError(
             "--scheduler-cls is set by this command; leave it out, or use `vllm serve`"
         )
@@ -162,12 +162,12 @@ def _split_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str,
 
 
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
-    given = "--max-model-len" in names(flags)  # may be "32k", which only vLLM parses
-    length = number(flags, "--max-model-len") if given else _context_length(model)
+    given = "--max-model-len" in flag_names(flags)  # may be "32k", which only vLLM parses
+    length = int_value(flags, "--max-model-len") if given else _context_length(model)
     return EngineFacts(
         max_model_len=length or UNKNOWN_LIMIT,
-        max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,
-        max_num_seqs=number(flags, "--max-num-seqs") or UNKNOWN_LIMIT,
+        max_num_batched_tokens=int_value(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,
+        max_num_seqs=int_value(flags, "--max-num-seqs") or UNKNOWN_LIMIT,
     )
 
 
@@ -190,5 +190,5 @@ def _tiny_flags(model: str, flags: Sequence[str]) -> list[str]:
     """Return the flags for the tiny model on a CPU that the user did not set."""
     if model != TINY:
         return []
-    name = [] if "--served-model-name" in names(flags) else ["--served-model-name", TINY]
+    name = [] if "--served-model-name" in flag_names(flags) else ["--served-model-name", TINY]
     return name + (launch.cpu_flags(flags) if launch.on_cpu() else [])

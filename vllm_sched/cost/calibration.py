@@ -1,8 +1,8 @@
 """Offline fit of step times: coefficients, bootstrap intervals, held-out errors.
 
-The fit solves the equations of `fit` in rounds, with less weight for outliers. The floor is chosen
-among the shortest prefill steps. Relative least squares underestimates totals by about 5 %, so the
-coefficients are then scaled to the measured total.
+The fit solves the equations of `online_fit` in rounds, with less weight for outliers. The floor is
+chosen among the shortest prefill steps. Relative least squares underestimates totals by about 5 %,
+so the coefficients are then scaled to the measured total.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, FitSums, Kind, kind_of, row_of, solve
-from vllm_sched.cost.profile_fit import KINDS
+from vllm_sched.cost.online_fit import new_sums, row_of, solve_coefficients
 from vllm_sched.cost.profiles import Profile
-from vllm_sched.cost.step_time import StepTime, TimedStep
+from vllm_sched.cost.step_time import STEP_KINDS, StepKind, StepTime, TimedStep
 from vllm_sched.errors import UsageError
 
 HELD_OUT_EVERY: Final = 4
@@ -38,15 +37,15 @@ class Calibration:
     fitted: tuple[TimedStep, ...]
     held_out: tuple[TimedStep, ...]
 
-    def error(self, kind: Kind | None = None) -> float | None:
-        return _error(self.time, [m for m in self.held_out if kind in (None, kind_of(m.shape))])
+    def error(self, kind: StepKind | None = None) -> float | None:
+        return _error(self.time, [m for m in self.held_out if kind in (None, m.shape.kind)])
 
 
 def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
-    by_kind: dict[Kind, list[TimedStep]] = {kind: [] for kind in FEATURE_COEFFICIENTS}
-    for each in measured:
-        if each.seconds > 0:
-            by_kind[kind_of(each.shape)].append(each)
+    by_kind: dict[StepKind, list[TimedStep]] = {kind: [] for kind in STEP_KINDS}
+    for step in measured:
+        if step.seconds > 0:
+            by_kind[step.shape.kind].append(step)
     for kind, steps in by_kind.items():
         if len(steps) < MIN_STEPS_PER_KIND:
             raise UsageError(
@@ -60,23 +59,22 @@ def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
     for steps in by_kind.values():
         shuffled = rng.sample(steps, len(steps))
         held_out += shuffled[::HELD_OUT_EVERY]
-        fitted += [each for n, each in enumerate(shuffled) if n % HELD_OUT_EVERY]
-    time = _with_floor(fitted)
-    found = [
-        _fit(rng.choices(fitted, k=len(fitted)), time.floor_s).to_json() for _ in range(SAMPLES)
-    ]
+        fitted += [step for n, step in enumerate(shuffled) if n % HELD_OUT_EVERY]
+    time = _fit_with_floor(fitted)
+    bootstrap = (rng.choices(fitted, k=len(fitted)) for _ in range(SAMPLES))
+    samples = [_fit(steps, time.floor_s).to_json() for steps in bootstrap]
     tail = round((1 - CONFIDENCE) / 2 * SAMPLES)
     intervals = {}
     for name in time.to_json():
-        values = sorted(sample[name] for sample in found)
+        values = sorted(sample[name] for sample in samples)
         intervals[name] = (values[tail], values[-1 - tail])
     return Calibration(time, intervals, tuple(fitted), tuple(held_out))
 
 
-def _with_floor(steps: Sequence[TimedStep]) -> StepTime:
+def _fit_with_floor(steps: Sequence[TimedStep]) -> StepTime:
     best = _fit(steps, 0.0)
     least = _error(best, steps) or 0.0
-    alone = sorted(each.seconds for each in steps if kind_of(each.shape) == "prefill")
+    alone = sorted(each.seconds for each in steps if each.shape.kind == "prefill")
     for floor in alone[MIN_STEPS_PER_KIND - 1 : len(alone) // 2 + 1]:
         time = _fit(steps, floor)
         error = _error(time, steps) or 0.0
@@ -86,26 +84,24 @@ def _with_floor(steps: Sequence[TimedStep]) -> StepTime:
 
 
 def _fit(steps: Sequence[TimedStep], floor: float) -> StepTime:
-    above = [m for m in steps if kind_of(m.shape) != "prefill" or m.seconds > 1.05 * floor]
+    above = [m for m in steps if m.shape.kind != "prefill" or m.seconds > 1.05 * floor]
     time: StepTime | None = None
     spread = 0.1
     for _ in range(ROUNDS):
-        sums: dict[Kind, FitSums] = {
-            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
-        }
+        sums = new_sums()
         for each in above:
             expected = each.seconds if time is None else time.seconds(each.shape)
             larger = max(expected, each.seconds)
             error = abs(each.seconds - expected) / larger
             weight = min(1.0, OUTLIER_ERRORS * spread / error) if error else 1.0
-            kind = kind_of(each.shape)
+            kind = each.shape.kind
             sums[kind].add(row_of(kind, each.shape), each.seconds, weight / larger**2, 1.0)
-        time = solve(sums, spread)
+        time = solve_coefficients(sums, spread)
         spread = max(_error(time, above) or 0.0, MIN_SPREAD)
-    return replace(_as_long_together(time, above, spread), floor_s=floor) if time else StepTime()
+    return replace(_scaled_to_total(time, above, spread), floor_s=floor) if time else StepTime()
 
 
-def _as_long_together(time: StepTime, steps: Sequence[TimedStep], spread: float) -> StepTime:
+def _scaled_to_total(time: StepTime, steps: Sequence[TimedStep], spread: float) -> StepTime:
     expected = [time.seconds(each.shape) for each in steps]
     most = 1 + HICCUP_ERRORS * spread
     took = [min(each.seconds, most * usual) for each, usual in zip(steps, expected, strict=True)]
@@ -121,7 +117,7 @@ def _error(time: StepTime, steps: Sequence[TimedStep]) -> float | None:
 @dataclass(frozen=True, slots=True)
 class Distance:
     profile: Profile
-    ratios: Mapping[Kind, float]
+    ratios: Mapping[StepKind, float]
 
     @property
     def size(self) -> float:
@@ -130,19 +126,16 @@ class Distance:
 
 def nearest(steps: Sequence[TimedStep], candidates: Iterable[Profile]) -> Distance | None:
     """Return the profile whose steps are nearest to the measured ones in their worst kind."""
-    found = [
-        Distance(each, ratios) for each in candidates if (ratios := ratios_to(each.time, steps))
-    ]
-    return min(found, key=lambda each: each.size, default=None)
+    distances = [Distance(profile, ratios_to(profile.time, steps)) for profile in candidates]
+    comparable = [distance for distance in distances if distance.ratios]
+    return min(comparable, key=lambda distance: distance.size, default=None)
 
 
-def ratios_to(time: StepTime, steps: Sequence[TimedStep]) -> dict[Kind, float]:
+def ratios_to(time: StepTime, steps: Sequence[TimedStep]) -> dict[StepKind, float]:
     """Return the median of measured over predicted seconds, by kind."""
-    ratios: dict[Kind, float] = {}
-    for kind in KINDS:
-        of_kind = [each for each in steps if kind_of(each.shape) == kind and each.seconds > 0]
+    ratios: dict[StepKind, float] = {}
+    for kind in STEP_KINDS:
+        of_kind = [step for step in steps if step.shape.kind == kind and step.seconds > 0]
         if of_kind:
-            ratios[kind] = statistics.median(
-                each.seconds / time.seconds(each.shape) for each in of_kind
-            )
+            ratios[kind] = statistics.median(s.seconds / time.seconds(s.shape) for s in of_kind)
     return ratios

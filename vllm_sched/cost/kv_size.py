@@ -22,7 +22,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], kv_cache_dtype: str = "auto") 
     # Multimodal models keep the language model's config under this key.
     text = config.get("text_config") or config
     layers = _number(text, "num_hidden_layers", "n_layer")
-    size = _element(config, text, kv_cache_dtype)
+    size = _element_bytes(config, text, kv_cache_dtype)
     if rank := text.get("kv_lora_rank"):
         return layers * (int(rank) + _number(text, "qk_rope_head_dim")) * size
     heads = _number(text, "num_attention_heads", "n_head")
@@ -42,20 +42,11 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     )
 
 
-def _element(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> int:
+def _element_bytes(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> int:
     name = asked
     if asked == "auto":
-        name = next(
-            (
-                str(value)
-                for value in (
-                    text.get("dtype"), text.get("torch_dtype"),
-                    config.get("dtype"), config.get("torch_dtype"),
-                )
-                if value
-            ),
-            "bfloat16",
-        )  # fmt: skip
+        dtypes = [each.get(key) for each in (text, config) for key in ("dtype", "torch_dtype")]
+        name = next((str(dtype) for dtype in dtypes if dtype), "bfloat16")
     try:
         return DTYPE_BYTES[name.removeprefix("torch.")]
     except KeyError:

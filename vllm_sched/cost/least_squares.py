@@ -14,15 +14,15 @@ def non_negative(
     right: Sequence[float],
     ridge: Sequence[float],
     *,
-    kept: int | None = None,
-    rather: Sequence[int] = (),
+    protected: int | None = None,
+    dropped_instead: Sequence[int] = (),
 ) -> list[float]:
     """Solve the equations; drop negative unknowns, the most negative first.
 
-    `ridge` is added to the diagonal after scaling to ones. If `kept` is negative, one of `rather`
-    is dropped first.
+    `ridge` is added to the diagonal after scaling to ones. If the unknown `protected` is negative,
+    one of `dropped_instead` is dropped before it.
     """
-    found = [0.0] * len(right)
+    solved = [0.0] * len(right)
     used = [index for index in range(len(right)) if matrix[index][index] > MIN_DIAGONAL]
     # Scale the diagonal to ones: pairs of tokens are in the millions.
     scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
@@ -35,11 +35,13 @@ def non_negative(
         worst = min(range(len(used)), key=solution.__getitem__)
         if solution[worst] >= 0:
             for index, value in zip(used, solution, strict=True):
-                found[index] = value * scale[index]
+                solved[index] = value * scale[index]
             break
-        instead = [each for each in rather if each in used] if used[worst] == kept else []
-        used.remove(instead[0] if instead else used[worst])
-    return found
+        dropped = used[worst]
+        if dropped == protected:
+            dropped = next((index for index in dropped_instead if index in used), dropped)
+        used.remove(dropped)
+    return solved
 
 
 def _cholesky(rows: list[list[float]], right: list[float]) -> list[float]:

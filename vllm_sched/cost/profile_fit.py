@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_sched.cost.curved import CurvedStepTime
-from vllm_sched.cost.fit import Kind, kind_of
+from vllm_sched.cost.curved_step_time import CurvedStepTime
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.step_time import Chunk, StepShape, StepTime, TimedStep
+from vllm_sched.cost.step_time import STEP_KINDS, Chunk, StepKind, StepShape, StepTime, TimedStep
 
 KIB: Final = 1024
 CONTEXTS: Final = tuple(n * KIB for n in (1, 2, 4, 8, 16, 32))
@@ -40,7 +39,6 @@ TERMS: Final = (
     "decode_fixed_s", "prefill_fixed_s", "decode_s", "context_s", "pair_s", "prompt_fixed_s",
     "read_s",
 )  # fmt: skip
-KINDS: Final[tuple[Kind, ...]] = ("decode", "prefill", "mixed")
 HELD_OUT_EVERY: Final = 4
 ROUNDS: Final = 10
 # An error of this size weighs as much again as an error of 0; at most MAX_WEIGHT.
@@ -49,7 +47,7 @@ USUAL_ERROR, MIN_WEIGHT, MAX_WEIGHT = 0.08, 0.3, 3.3
 RIDGE: Final = 1e-5
 
 # The profile's promise: median error by kind, and worst error.
-MEDIAN_TARGETS: Final[Mapping[Kind, float]] = {"decode": 0.05, "prefill": 0.08, "mixed": 0.08}
+MEDIAN_TARGETS: Final[Mapping[StepKind, float]] = {"decode": 0.05, "prefill": 0.08, "mixed": 0.08}
 WORST_TARGET: Final = 0.25
 
 
@@ -84,54 +82,57 @@ def sample_shapes() -> list[StepShape]:
 def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
     """Return the best curve for the steps that are not held out."""
     steps = [each for n, each in enumerate(sampled) if n % HELD_OUT_EVERY]
-    counts = {kind: sum(kind_of(each.shape) == kind for each in steps) for kind in KINDS}
+    counts = {kind: sum(each.shape.kind == kind for each in steps) for kind in STEP_KINDS}
     rows = [_row(each.shape) for each in steps]
-    weights = [1 / (counts[kind_of(each.shape)] ** 0.5 * each.seconds) for each in steps]
-    bends = [1.0] * len(steps)
+    weights = [1 / (counts[each.shape.kind] ** 0.5 * each.seconds) for each in steps]
+    error_weights = [1.0] * len(steps)
     least, best = math.inf, CurvedStepTime()
     for _ in range(ROUNDS):
-        found = _solve(rows, steps, [w * b for w, b in zip(weights, bends, strict=True)])
-        off = [abs(found.seconds(each.shape) / each.seconds - 1) for each in steps]
-        score = _score(steps, off)
+        both = [w * e for w, e in zip(weights, error_weights, strict=True)]
+        time = _solve(rows, steps, both)
+        step_errors = [abs(time.seconds(each.shape) / each.seconds - 1) for each in steps]
+        score = _score(steps, step_errors)
         if score < least:
-            least, best = score, found
-        bends = [min(MIN_WEIGHT + each / USUAL_ERROR, MAX_WEIGHT) for each in off]
+            least, best = score, time
+        error_weights = [min(MIN_WEIGHT + error / USUAL_ERROR, MAX_WEIGHT) for error in step_errors]
     return best
 
 
-def errors(time: StepTime, sampled: Sequence[TimedStep]) -> dict[Kind, FitError]:
-    found: dict[Kind, FitError] = {}
-    for kind in KINDS:
-        off = [
+def errors(time: StepTime, sampled: Sequence[TimedStep]) -> dict[StepKind, FitError]:
+    found: dict[StepKind, FitError] = {}
+    for kind in STEP_KINDS:
+        step_errors = [
             abs(time.seconds(each.shape) / each.seconds - 1)
             for each in sampled
-            if kind_of(each.shape) == kind
+            if each.shape.kind == kind
         ]
-        if off:
-            found[kind] = FitError(statistics.median(off), max(off), len(off))
+        if step_errors:
+            median = statistics.median(step_errors)
+            found[kind] = FitError(median, max(step_errors), len(step_errors))
     return found
 
 
-def misses(found: Mapping[Kind, FitError]) -> list[str]:
+def misses(found: Mapping[StepKind, FitError]) -> list[str]:
     """Return what is above the targets, in words."""
-    off = [
+    texts = [
         f"{kind} median {error.median:.1%}"
         for kind, error in found.items()
         if error.median > MEDIAN_TARGETS[kind]
     ]
-    off += [
+    texts += [
         f"{kind} worst {error.worst:.0%}"
         for kind, error in found.items()
         if error.worst > WORST_TARGET
     ]
-    return off
+    return texts
 
 
-def _score(steps: Sequence[TimedStep], off: Sequence[float]) -> float:
+def _score(steps: Sequence[TimedStep], step_errors: Sequence[float]) -> float:
     """Return how far the worst target or median is exceeded, or nearly reached."""
-    score = max(off) / WORST_TARGET
-    for kind in KINDS:
-        of_kind = [e for each, e in zip(steps, off, strict=True) if kind_of(each.shape) == kind]
+    score = max(step_errors) / WORST_TARGET
+    for kind in STEP_KINDS:
+        pairs = zip(steps, step_errors, strict=True)
+        of_kind = [error for step, error in pairs if step.shape.kind == kind]
         if of_kind:
             score = max(score, 1.5 * statistics.median(of_kind) / MEDIAN_TARGETS[kind])
     return score

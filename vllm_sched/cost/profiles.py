@@ -20,10 +20,9 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
-from vllm_sched.cost.curved import step_time_of
-from vllm_sched.cost.fit import Kind
+from vllm_sched.cost.curved_step_time import step_time_of
 from vllm_sched.cost.profile_fit import FitError
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.step_time import StepKind, StepTime
 from vllm_sched.errors import UsageError
 
 PAPER: Final = '"Deferred prefill for throughput maximization in LLM inference"'
@@ -82,7 +81,7 @@ class Profile:
     source: str
     time: StepTime
     size: WorkerSize
-    errors: Mapping[Kind, FitError] = field(default_factory=dict)  # by kind of step
+    errors: Mapping[StepKind, FitError] = field(default_factory=dict)  # by kind of step
     key: ProfileKey | None = None
     remark: str = ""
     flags: tuple[str, ...] = ()  # of vLLM, that the step times hold for
@@ -214,7 +213,7 @@ def _key(text: str) -> ProfileKey:
     return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
 
 
-def named_by(text: str) -> list[str]:
+def matching_names(text: str) -> list[str]:
     """Return the built-in profiles of `model=M,system=S`; each tp and dtype unless given.
 
     Another text is returned as it is.
@@ -228,7 +227,7 @@ def named_by(text: str) -> list[str]:
 
     found = [each.name for each in measured() if matches(each)]
     if not found:
-        reasons = (f"{each.dtype}: {why}" for each, why in missing().items() if matches(each))
+        reasons = (f"{each.dtype}: {why}" for each, why in unavailable().items() if matches(each))
         why = "; ".join(dict.fromkeys(reasons))
         raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(measured()), why)}", key)
     return found
@@ -271,7 +270,7 @@ def find(text: str) -> Profile:
         )
     if key in known:
         return known[key]
-    why = missing().get(key, "")
+    why = unavailable().get(key, "")
     raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known), why)}", key)
 
 
@@ -288,7 +287,7 @@ def _mismatch(key: ProfileKey, known: list[ProfileKey], why: str) -> str:
 
 
 @cache
-def missing() -> dict[ProfileKey, str]:
+def unavailable() -> dict[ProfileKey, str]:
     """Return what the source cannot give, with the reasons."""
     return {
         ProfileKey(*(each[name] for name in ProfileKey._fields)): each["why"]

@@ -28,16 +28,16 @@ class ThresholdResult:
 class Recursion:
     def __init__(self, regime: Regime) -> None:
         self.regime = regime
-        self._rows: dict[int, tuple[int, list[float]]] = {}
-        self._found: dict[int, ThresholdResult] = {}
+        self._departure_rows: dict[int, tuple[int, list[float]]] = {}
+        self._results: dict[int, ThresholdResult] = {}
 
     def solve_for(self, threshold: int) -> ThresholdResult:
-        if threshold not in self._found:
-            self._found[threshold] = self._solve(threshold)
-        return self._found[threshold]
+        if threshold not in self._results:
+            self._results[threshold] = self._solve(threshold)
+        return self._results[threshold]
 
     def best(self) -> int:
-        low, high = 1, self.regime.largest
+        low, high = 1, self.regime.largest_threshold
         while high - low > 2:
             third = (high - low) // 3
             left, right = low + third, high - third
@@ -53,12 +53,10 @@ class Recursion:
         for _ in range(0 if regime.decodes_pause else MAX_ROUNDS):
             before = ends
             while_held, ends = self._descend(self._after_batch(ends), threshold)
-            if (
-                sum(abs(share - before.get(active, 0.0)) for active, share in ends.items())
-                < MAX_CHANGE
-            ):
+            changes = (abs(share - before.get(active, 0.0)) for active, share in ends.items())
+            if sum(changes) < MAX_CHANGE:
                 break
-        seconds = sum(share * regime.decode(active) for active, share in while_held.items())
+        seconds = sum(share * regime.decode_seconds(active) for active, share in while_held.items())
         steps = sum(while_held.values())
         worked = sum(share * active for active, share in while_held.items())
         batch = 0.0
@@ -67,7 +65,7 @@ class Recursion:
             batch += share * prompts
             seconds += share * expected_batch(regime, prompts)
             if not regime.decodes_pause:
-                seconds += share * regime.decode(active)
+                seconds += share * regime.decode_seconds(active)
                 worked += share * active
         work_steps = steps + (0.0 if regime.decodes_pause else 1.0)
         return ThresholdResult(
@@ -108,9 +106,9 @@ class Recursion:
         return start
 
     def _departures(self, active: int) -> tuple[int, list[float]]:
-        if active not in self._rows:
-            self._rows[active] = binomial(active, 1 / self.regime.mean_output)
-        return self._rows[active]
+        if active not in self._departure_rows:
+            self._departure_rows[active] = binomial(active, 1 / self.regime.mean_output)
+        return self._departure_rows[active]
 
 
 def binomial(trials: int, chance: float) -> tuple[int, list[float]]:

@@ -14,6 +14,8 @@ from vllm_sched.cost.step_time import StepTime
 
 @dataclass(frozen=True, slots=True)
 class Regime:
+    """The system's size and costs; a method's `threshold` is K, the departures before a batch."""
+
     slots: int  # B
     mean_output: float  # m
     decode_fixed_s: float  # c_d
@@ -22,7 +24,7 @@ class Regime:
     prompt_s: float  # per prompt of a batch
     decodes_pause: bool = False  # decodes pause during prefill
     floor_s: float = 0.0  # least cost of a batch
-    most: int = 0  # prompts per step; 0 = unlimited
+    max_prompts: int = 0  # prompts per step; 0 = unlimited
 
     @classmethod
     def from_step_time(
@@ -35,7 +37,7 @@ class Regime:
         decodes_pause: bool = False,
         budget: int = 0,
     ) -> Self:
-        time = time.near(slots, int(budget or mean_prompt))
+        time = time.linear_near(slots, int(budget or mean_prompt))
         # A memoryless output is sampled at its mean length.
         decode = time.decode_s + time.context_s * (mean_prompt + mean_output)
         floor = time.floor_s
@@ -52,44 +54,41 @@ class Regime:
             + time.pair_s * mean_prompt**2 / 2,
             decodes_pause=decodes_pause,
             floor_s=floor,
-            most=max(int(budget / mean_prompt), 1) if budget else 0,
+            max_prompts=max(int(budget / mean_prompt), 1) if budget else 0,
         )
 
     @property
-    def largest(self) -> int:
-        return min(self.most, self.slots) if self.most else self.slots
+    def largest_threshold(self) -> int:
+        return min(self.max_prompts, self.slots) if self.max_prompts else self.slots
 
     @property
-    def at_once(self) -> float:
-        """Expected departures in a step with at least one."""
+    def mean_departures(self) -> float:
+        """Return the expected departures in a step with at least one."""
         expected = self.slots / self.mean_output
         none = (1 - 1 / self.mean_output) ** self.slots
         return expected / (1 - none)
 
-    def decode(self, sequences: float) -> float:
+    def decode_seconds(self, sequences: float) -> float:
         return self.decode_fixed_s + self.decode_s * sequences
 
-    def batch(self, prompts: float) -> float:
+    def batch_seconds(self, prompts: float) -> float:
         return max(self.floor_s, self.batch_fixed_s + self.prompt_s * prompts)
 
-    def pause(self, threshold: float) -> float:
-        return self.batch(threshold) + self.decode(self.slots)
-
-    def hold(self, threshold: float) -> float:
+    def hold_seconds(self, threshold: float) -> float:
         share = min(threshold / self.slots, 1 - 0.5 / self.slots)
         steps = -self.mean_output * math.log1p(-share)
-        return steps * self.decode(self.slots)
+        return steps * self.decode_seconds(self.slots)
 
     def throughput(self, threshold: float) -> float:
         drained = min(threshold, self.slots - 0.5)
         # h(K), within 0.1 % at integers.
         idle = math.log((self.slots + 0.5) / (self.slots + 0.5 - drained))
         decoding = self.mean_output * (threshold * self.decode_s + self.decode_fixed_s * idle)
-        cycle = self.batch(threshold) + decoding
+        cycle = self.batch_seconds(threshold) + decoding
         return threshold / cycle if cycle > 0 else math.inf
 
     def gain(self, threshold: float) -> float:
-        base = max(self.at_once, 1.0)
+        base = max(self.mean_departures, 1.0)
         return self.throughput(threshold) / self.throughput(base) if threshold > base else 1.0
 
 

@@ -16,12 +16,16 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from vllm_sched.errors import UsageError
 
 # More than any step's token budget.
 UNBOUNDED = 1 << 30
+
+
+StepKind = Literal["decode", "prefill", "mixed"]
+STEP_KINDS: Final[tuple[StepKind, ...]] = get_args(StepKind)
 
 
 class Chunk(NamedTuple):
@@ -54,8 +58,10 @@ class StepShape:
         )
 
     @property
-    def mixed(self) -> bool:
-        return self.prefill_tokens > 0 and self.decodes > 0
+    def kind(self) -> StepKind:
+        if not self.prefill_tokens:
+            return "decode"
+        return "mixed" if self.decodes else "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +98,18 @@ class StepTime:
         prefill, decodes = shape.prefill_tokens, shape.decodes
         if not prefill and not decodes:
             return 0.0
-        work = self.tokens_s(prefill + decodes)
+        work = self.curve_seconds(prefill + decodes)
         if not prefill:
-            return self._decode(decodes, shape.context_tokens) + work
+            return self._decode_seconds(decodes, shape.context_tokens) + work
         work += self.prefill_s * prefill + self.pair_s * shape.pairs
         work += self.prompt_fixed_s * shape.prompts + self.read_s * shape.read_tokens
-        return max(self.floor_s, self._before(decodes, shape.context_tokens) + work)
+        return max(self.floor_s, self._base_seconds(decodes, shape.context_tokens) + work)
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int
     ) -> int:
         """Return the largest chunk after `context` tokens that fits in a step."""
-        left = seconds - self._before(decodes, context_tokens) - self._once(context)
+        left = seconds - self._base_seconds(decodes, context_tokens) - self._prompt_seconds(context)
         if left <= 0 or seconds < self.floor_s:
             return 0
         # The positive root of: pair_s/2 x² + (prefill_s + pair_s context) x = left
@@ -113,17 +119,17 @@ class StepTime:
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         work = self.prefill_s * chunk.tokens + self.pair_s * chunk.attention
-        return work + self._once(chunk.context)
+        return work + self._prompt_seconds(chunk.context)
 
-    def tokens_s(self, tokens: float) -> float:  # noqa: ARG002
+    def curve_seconds(self, tokens: float) -> float:  # noqa: ARG002
         """Return the curve's part of a step's time (see `curved`); 0 without a curve."""
         return 0.0
 
-    def least_tokens_s(self, tokens: float, steps: float) -> float:  # noqa: ARG002
+    def least_curve_seconds(self, tokens: float, steps: float) -> float:  # noqa: ARG002
         """Return a lower bound of the curve's part of `steps` steps with these tokens in all."""
         return 0.0
 
-    def near(self, decodes: int, tokens: int) -> StepTime:  # noqa: ARG002
+    def linear_near(self, decodes: int, tokens: int) -> StepTime:  # noqa: ARG002
         """Return the linear step time near steps of this size."""
         return self
 
@@ -142,16 +148,16 @@ class StepTime:
                 raise UsageError(f"{name}={value!r} must be a number of seconds from 0 up")
         return cls(**given)
 
-    def _once(self, context: int) -> float:
+    def _prompt_seconds(self, context: int) -> float:
         return self.prompt_fixed_s + self.read_s * context
 
-    def _decode(self, decodes: int, context_tokens: int) -> float:
+    def _decode_seconds(self, decodes: int, context_tokens: int) -> float:
         return self.decode_fixed_s + self.decode_s * decodes + self.context_s * context_tokens
 
-    def _before(self, decodes: int, context_tokens: int) -> float:
+    def _base_seconds(self, decodes: int, context_tokens: int) -> float:
         if not decodes:
             return self.prefill_fixed_s
-        return self.mixed_s + self._decode(decodes, context_tokens)
+        return self.mixed_s + self._decode_seconds(decodes, context_tokens)
 
 
 COEFFICIENTS: Final = tuple(field.name for field in fields(StepTime))

@@ -41,15 +41,16 @@ def lower_lambert(exponent: float) -> float:
 
 
 def asymptotic(regime: Regime) -> float:
-    found = [_large(regime, fixed) for fixed in _fixed_costs(regime)]
-    return min(_better(regime, found), float(regime.largest))
+    """Return the optimal K of a large system, not rounded."""
+    candidates = [_large_system(regime, fixed) for fixed in _fixed_costs(regime)]
+    return min(_better_candidate(regime, candidates), float(regime.largest_threshold))
 
 
 def closed_form(regime: Regime) -> int:
     """Return the optimal K; with a floor, by recursion."""
     if regime.floor_s > regime.batch_fixed_s:
         return Recursion(regime).best()
-    return min(_smallest(regime, regime.batch_fixed_s), regime.largest)
+    return min(_smallest_optimal(regime, regime.batch_fixed_s), regime.largest_threshold)
 
 
 def recommended(
@@ -57,27 +58,27 @@ def recommended(
 ) -> int:
     """Return the K to run: about half the optimum; 1 if not worthwhile."""
     best = asymptotic(regime)
-    wanted, enough = max(int(RUN_SHARE * best + 0.5), 1), math.ceil(best)
+    threshold, high = max(int(RUN_SHARE * best + 0.5), 1), math.ceil(best)
     least = MIN_THROUGHPUT_SHARE * regime.throughput(best)
-    while wanted < enough:
-        middle = (wanted + enough) // 2
+    while threshold < high:
+        middle = (threshold + high) // 2
         if regime.throughput(middle) < least:
-            wanted = middle + 1
+            threshold = middle + 1
         else:
-            enough = middle
+            high = middle
     if itl_s is not None:
-        wanted = min(wanted, within_itl(regime, itl_s))
-    if max_delay_s is not None and (step := regime.decode(regime.slots)) > 0:
+        threshold = min(threshold, within_itl(regime, itl_s))
+    if max_delay_s is not None and (step := regime.decode_seconds(regime.slots)) > 0:
         steps = max_delay_s / step
-        wanted = min(wanted, int(-regime.slots * math.expm1(-steps / regime.mean_output)))
-    return wanted if wanted > 1 and regime.gain(wanted) >= MIN_GAIN else 1
+        threshold = min(threshold, int(-regime.slots * math.expm1(-steps / regime.mean_output)))
+    return threshold if threshold > 1 and regime.gain(threshold) >= MIN_GAIN else 1
 
 
 def within_itl(regime: Regime, itl_s: float) -> int:
     """Return how many mean prompts fit in a gap of `itl_s`."""
     if regime.prompt_s <= 0:
         return regime.slots
-    spare = itl_s - regime.decode(regime.slots) - regime.batch_fixed_s
+    spare = itl_s - regime.decode_seconds(regime.slots) - regime.batch_fixed_s
     return int(min(max(spare, 0.0) / regime.prompt_s, UNBOUNDED))
 
 
@@ -87,22 +88,23 @@ def _fixed_costs(regime: Regime) -> list[float]:
     return [*costs, regime.floor_s] if regime.floor_s > regime.batch_fixed_s else costs
 
 
-def _better(regime: Regime, found: list[float]) -> float:
-    if len(found) == 1:
-        return found[0]
+def _better_candidate(regime: Regime, candidates: list[float]) -> float:
+    if len(candidates) == 1:
+        return candidates[0]
     if regime.prompt_s > 0:
-        found = [*found, (regime.floor_s - regime.batch_fixed_s) / regime.prompt_s]
-    return max((min(max(each, 1.0), regime.slots) for each in found), key=regime.throughput)
+        candidates = [*candidates, (regime.floor_s - regime.batch_fixed_s) / regime.prompt_s]
+    within_slots = [min(max(candidate, 1.0), regime.slots) for candidate in candidates]
+    return max(within_slots, key=regime.throughput)
 
 
-def _large(regime: Regime, fixed: float) -> float:
+def _large_system(regime: Regime, fixed: float) -> float:
     shared = regime.mean_output * regime.decode_fixed_s
     if shared <= 0:
         return float(regime.slots) if fixed > 0 else 1.0
     return max(regime.slots * (1 + 1 / lower_lambert(fixed / shared)), 1.0)
 
 
-def _smallest(regime: Regime, fixed: float) -> int:
+def _smallest_optimal(regime: Regime, fixed: float) -> int:
     slots, shared = regime.slots, regime.mean_output * regime.decode_fixed_s
     idle = 0.0
     for threshold in range(1, slots):

@@ -11,7 +11,7 @@ from typing import Any, Final
 from vllm.v1.request import Request
 
 from vllm_sched.engine import metrics
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy
 
@@ -29,7 +29,7 @@ def label_of(lane: str) -> str:
 class EngineGauges:
     policies: Sequence[Policy]
     running: Sequence[Request]
-    waited_in: Mapping[str, LaneKey]  # the lanes of running requests
+    lanes_of_running: Mapping[str, LaneKey]  # in which running requests waited
     by_name: metrics.Gauges = field(
         default_factory=partial(defaultdict, partial(defaultdict, float))
     )
@@ -60,7 +60,7 @@ class EngineGauges:
             for lane, count in counts.items():
                 waiting[policy.name, label_of(lane)] += count.requests
                 oldest[policy.name, label_of(lane)] = 0.0
-        for lanes, waited in queue.waits():
+        for lanes, waited in queue.head_waits():
             for policy, lane in zip(self.policies, lanes, strict=True):
                 key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)
@@ -71,7 +71,7 @@ class EngineGauges:
 
     def _add_running(self) -> None:
         without_gate = (metrics.OTHER,) * len(self.policies)
-        lanes_of = [self.waited_in.get(r.request_id, without_gate) for r in self.running]
+        lanes_of = [self.lanes_of_running.get(r.request_id, without_gate) for r in self.running]
         for lanes, count in Counter(lanes_of).items():
             for policy, lane in zip(self.policies, lanes, strict=True):
                 self.by_name["requests_running"][policy.name, label_of(lane)] += count
@@ -91,7 +91,7 @@ class EngineGauges:
         number = self.class_policy
         for request in self.running:
             if request.is_prefill_chunk:
-                lanes = self.waited_in.get(request.request_id)
+                lanes = self.lanes_of_running.get(request.request_id)
                 name = ALL if lanes is None or number is None else label_of(lanes[number])
                 backlog[name,] += request.num_tokens - request.num_computed_tokens
                 prefills[name,] += 1

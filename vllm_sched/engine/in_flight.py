@@ -67,7 +67,7 @@ class ScheduledStep(NamedTuple):
             running=self.running,
             waiting=self.waiting,
             preempted=self.output.preempted_req_ids or (),
-            gone=self.output.finished_req_ids,
+            ended=self.output.finished_req_ids,
         )
 
 
@@ -96,9 +96,9 @@ class StepsInFlight:
         end, last_end = clock(), self._last_end
         self._last_end = end
         # The engine begins a step when the step before ends.
-        start = since = max(step.scheduled_at, min(last_end, end))
-        if step.decodes and 0 <= step.scheduled_at - last_end <= MAX_GAP_S:
-            since = last_end  # decodes wait since the last result
+        start = max(step.scheduled_at, min(last_end, end))
+        decodes_wait = step.decodes and 0 <= step.scheduled_at - last_end <= MAX_GAP_S
+        since = last_end if decodes_wait else start
         others: Sequence[StepShape] = ()
         if self._dp_group is not None:
             self._dp_group.end(step.number, end)
@@ -119,9 +119,9 @@ class StepsInFlight:
 
     def _pop(self, output: SchedulerOutput) -> ScheduledStep | None:
         """Remove the step of an output, and earlier steps: results arrive in order."""
-        for lost, step in enumerate(self._steps):
+        for earlier, step in enumerate(self._steps):
             if step.output is output:
-                for _ in range(lost + 1):
+                for _ in range(earlier + 1):
                     self._steps.popleft()
                 return step
         return None

@@ -176,15 +176,15 @@ class BatchHistogram(Histogram):
 class BoundedLabels:
     """Limits the values of a label; further values become `other`."""
 
-    def __init__(self, most: int = MAX_LABELS) -> None:
-        self._most = most
-        self._known: set[Hashable] = set()
+    def __init__(self, max_labels: int = MAX_LABELS) -> None:
+        self._max_labels = max_labels
+        self._seen_labels: set[Hashable] = set()
 
-    def __call__(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        if labels not in self._known:
-            if len(self._known) >= self._most:
+    def limit(self, labels: tuple[str, ...]) -> tuple[str, ...]:
+        if labels not in self._seen_labels:
+            if len(self._seen_labels) >= self._max_labels:
                 return (OTHER,) * len(labels)
-            self._known.add(labels)
+            self._seen_labels.add(labels)
         return labels
 
 
@@ -194,7 +194,7 @@ class Metrics:
     def __init__(self, model: str, engine: str, registry: CollectorRegistry | None = None) -> None:
         # Several engines may share a process, and only the files are read.
         self._registry = registry or CollectorRegistry()
-        self._own = (model, engine)
+        self._engine_label_values = (model, engine)
         self._metrics: dict[str, Any] = {}  # by name
         for name, (text, labels) in GAUGES.items():
             self._add_gauge(name, text, labels)
@@ -202,13 +202,13 @@ class Metrics:
             self._add(Counter, name, text, labels)
         for name, (text, label, buckets) in HISTOGRAMS.items():
             self._add(BatchHistogram, name, text, (label,), buckets=buckets)
-        self._bounds: dict[str, BoundedLabels] = defaultdict(BoundedLabels)
+        self._label_limits: dict[str, BoundedLabels] = defaultdict(BoundedLabels)
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._gauge_values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tallies: dict[str, StepTally] = defaultdict(StepTally)
         self._prefill_tokens = self._decode_tokens = 0
-        self._sums: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-        self._policy_counts: dict[tuple[str, str], float] = {}
+        self._increments: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+        self._policy_totals: dict[tuple[str, str], float] = {}
         self._written_at = float("-inf")
 
     def set_fact(self, name: str, value: float, *labels: str) -> None:
@@ -234,7 +234,7 @@ class Metrics:
         tally.error_s += abs(seconds - observed)
 
     def count_admission(self, policy: str, lane: str) -> None:
-        self._sums["requests_admitted", self._bounds["lane"]((policy, lane))] += 1
+        self._increments["requests_admitted", self._label_limits["lane"].limit((policy, lane))] += 1
 
     def observe_hold(self, policy: str, seconds: float) -> None:
         self._child("hold_seconds", (policy,)).observe(max(seconds, 0.0))
@@ -245,27 +245,28 @@ class Metrics:
     def write(self, state: EngineState, now: float) -> None:
         """Write changed gauges, and the counts since the last write."""
         self._written_at = now
-        shown = dict.fromkeys(self._shown, 0.0)  # absent gauges become 0
+        gauge_values = dict.fromkeys(self._gauge_values, 0.0)  # absent gauges become 0
         for name, by_labels in state.gauges.items():
             for labels, value in by_labels.items():
-                key = name, self._bounds[name](labels)
-                shown[key] = value if key[1] == labels else shown.get(key, 0.0) + value
+                key = name, self._label_limits[name].limit(labels)
+                others = 0.0 if key[1] == labels else gauge_values.get(key, 0.0)
+                gauge_values[key] = others + value
         for (policy, name), value in state.policy_gauges.items():
             self._add_policy_metric(name, counts=False)
-            shown[name, (policy,)] = value
-        for key, value in shown.items():
-            if self._shown.get(key) != value:
+            gauge_values[name, (policy,)] = value
+        for key, value in gauge_values.items():
+            if self._gauge_values.get(key) != value:
                 self._child(*key).set(value)
-        self._shown = shown
+        self._gauge_values = gauge_values
         for (policy, name), value in state.policy_counters.items():
             self._add_policy_metric(name, counts=True)
-            before = self._policy_counts.get((policy, name), 0.0)
-            self._sums[name, (policy,)] += max(value - before, 0.0)
-            self._policy_counts[policy, name] = value
+            before = self._policy_totals.get((policy, name), 0.0)
+            self._increments[name, (policy,)] += max(value - before, 0.0)
+            self._policy_totals[policy, name] = value
         self._add_up_steps()
-        for key, value in self._sums.items():
+        for key, value in self._increments.items():
             self._child(*key).inc(value)
-        self._sums.clear()
+        self._increments.clear()
 
     def _add_up_steps(self) -> None:
         for kind, tally in self._tallies.items():
@@ -273,17 +274,17 @@ class Metrics:
                 self._child("step_seconds", (kind,)).add(tally.buckets, tally.seconds)
             for name, value in tally.sums().items():
                 if value:
-                    self._sums[name, (kind,)] += value
+                    self._increments[name, (kind,)] += value
         self._tallies.clear()
         for kind, tokens in (("prefill", self._prefill_tokens), ("decode", self._decode_tokens)):
             if tokens:
-                self._sums["step_tokens", (kind,)] += tokens
+                self._increments["step_tokens", (kind,)] += tokens
         self._prefill_tokens = self._decode_tokens = 0
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:
         child = self._children.get((name, labels))
         if child is None:
-            child = self._metrics[name].labels(*self._own, *labels)
+            child = self._metrics[name].labels(*self._engine_label_values, *labels)
             self._children[name, labels] = child
         return child
 

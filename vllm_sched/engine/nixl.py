@@ -38,22 +38,22 @@ def keep_affinity() -> Iterator[None]:
 @contextmanager
 def limit_polling(bindings: Any, pause_us: int = POLL_PAUSE_US) -> Iterator[None]:
     """Make new agents sleep between polls, which NIXL's Python API cannot set."""
-    plain = bindings.nixlAgentConfig
+    config_class = bindings.nixlAgentConfig
 
-    class Sleeping(plain):  # type: ignore[misc,valid-type]
+    class SleepingConfig(config_class):  # type: ignore[misc,valid-type]
         @property
         def pthrDelay(self) -> int:  # noqa: N802 - NIXL's name
-            return int(plain.pthrDelay.__get__(self))
+            return int(config_class.pthrDelay.__get__(self))
 
         @pthrDelay.setter
         def pthrDelay(self, _: int) -> None:  # noqa: N802
-            plain.pthrDelay.__set__(self, pause_us)
+            config_class.pthrDelay.__set__(self, pause_us)
 
-    bindings.nixlAgentConfig = Sleeping
+    bindings.nixlAgentConfig = SleepingConfig
     try:
         yield
     finally:
-        bindings.nixlAgentConfig = plain
+        bindings.nixlAgentConfig = config_class
 
 
 @contextmanager

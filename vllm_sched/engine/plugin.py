@@ -59,8 +59,8 @@ def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
         setattr(owner, name, extended)
 
 
-def own_class(config: VllmConfig) -> type[Scheduler] | None:
-    """Return the configured scheduler class if it is ours."""
+def policy_scheduler_class(config: VllmConfig) -> type[Scheduler] | None:
+    """Return the configured scheduler class if it is one with policies, else None."""
     scheduler_class: Any = config.scheduler_config.scheduler_cls
     if isinstance(scheduler_class, str):
         if scheduler_class.startswith("vllm."):
@@ -73,7 +73,7 @@ def own_class(config: VllmConfig) -> type[Scheduler] | None:
 def _with_check(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     def create_engine_config(*args: Any, **kwargs: Any) -> VllmConfig:
         config = upstream(*args, **kwargs)
-        scheduler_class = own_class(config)
+        scheduler_class = policy_scheduler_class(config)
         policy_setup.check_configuration(config, scheduler_class)
         release = installed_version().split("+", maxsplit=1)[0]
         if scheduler_class is not None and release not in vllm_compat.TESTED_RELEASES:
@@ -93,7 +93,7 @@ def compiles_logprobs(config: VllmConfig) -> bool:
         )
     if config.model_config.runner_type != "generate":  # a pooling model has no logprobs
         return False
-    return setting == "1" or (setting is None and own_class(config) is not None)
+    return setting == "1" or (setting is None and policy_scheduler_class(config) is not None)
 
 
 def _with_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:

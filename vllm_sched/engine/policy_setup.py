@@ -39,21 +39,21 @@ def configured_policies(
     scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]
 ) -> list[Policy]:
     """Return the policies of the configuration, or of the scheduler's class."""
-    wanted: Mapping[str, Any] = {**defaults, **_given_settings(scheduler.vllm_config)}
-    if not wanted:
+    settings: Mapping[str, Any] = {**defaults, **_configured_settings(scheduler.vllm_config)}
+    if not settings:
         return []
     facts = EngineFacts(
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         max_num_seqs=scheduler.max_num_running_reqs,
         kv_cache=kv_cache_of(scheduler),
-        cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
+        chunked_prefill=bool(scheduler.scheduler_config.enable_chunked_prefill),
         pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
         orders_by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
     )
-    for warning in registry.former_settings(wanted):
+    for warning in registry.former_setting_warnings(settings):
         logger.warning("%s", warning)
-    return registry.build(wanted, facts)
+    return registry.build(settings, facts)
 
 
 def kv_cache_of(scheduler: Scheduler) -> KvCache:
@@ -84,22 +84,22 @@ def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | N
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
-        cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
+        chunked_prefill=bool(config.scheduler_config.enable_chunked_prefill),
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
     defaults = getattr(scheduler_class, "default_policies", {})
-    policies = registry.build({**defaults, **_given_settings(config)}, facts)
+    policies = registry.build({**defaults, **_configured_settings(config)}, facts)
     if scheduler_class is not None and policies:
         refuse_unsupported(config, scheduler_class, policies)
 
 
 def journal_settings(config: VllmConfig) -> JournalSettings | None:
-    given = _given_settings(config).get(registry.JOURNAL)
+    given = _configured_settings(config).get(registry.JOURNAL)
     settings = None if given is None else registry.settings_of(registry.JOURNAL, given)
     return settings if isinstance(settings, JournalSettings) else None
 
 
-def _given_settings(config: VllmConfig) -> Mapping[str, object]:
+def _configured_settings(config: VllmConfig) -> Mapping[str, object]:
     additional = config.additional_config
     given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
@@ -158,7 +158,7 @@ def warn_of_idle_device(scheduler: Scheduler) -> None:
 
 def log_policies(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
     listed = "; ".join(
-        f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
+        f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.effective_settings().items())})"
         for policy in policies
     )
     logger.info(

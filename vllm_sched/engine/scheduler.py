@@ -23,7 +23,7 @@ from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.planner import StepPlanner
 from vllm_sched.engine.telemetry import TelemetryMixin
 from vllm_sched.engine.vllm_compat import UpstreamScheduler
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.policies.types import Policy
 
 RUNNING: Final = RequestStatus.RUNNING
@@ -59,7 +59,7 @@ class PolicyMixin(UpstreamScheduler):
         self._dp_group = group_of(self.vllm_config)
         self._in_flight = StepsInFlight(self._dp_group)
         self._planner = StepPlanner(
-            self, self._policies, clock=self.clock, note_gate=self._note_gate
+            self, self._policies, clock=self.clock, record_gate=self._record_gate
         )
         self.waiting = self._planner.admission.queue
 
@@ -77,10 +77,10 @@ class PolicyMixin(UpstreamScheduler):
         budget = self.max_num_scheduled_tokens
         plan = planner.begin_step(self.clock(), self.wall_clock())
         try:
-            if (limit := planner.constrain(plan)) is not None:
+            if (limit := planner.pause_and_limit(plan)) is not None:
                 self.max_num_scheduled_tokens = limit.tokens
-                self._note_limit(limit.tokens)
-                self._chunks = planner.chunks(plan, limit)
+                self._record_limit(limit.tokens)
+                self._chunks = planner.make_chunks(plan, limit)
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = budget
@@ -95,8 +95,8 @@ class PolicyMixin(UpstreamScheduler):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         in_flight = self._in_flight
-        if in_flight and (done := in_flight.end(scheduler_output, self.clock)) is not None:
-            self._learn(done)
+        if in_flight and (finished := in_flight.end(scheduler_output, self.clock)) is not None:
+            self._observe_step(finished)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
@@ -139,22 +139,22 @@ class PolicyMixin(UpstreamScheduler):
         if (chunks := self._chunks) is not None and (
             request.is_prefill_chunk or request.status is not RUNNING
         ):
-            num_new_tokens = chunks.size(request, num_computed_tokens, num_new_tokens)
+            num_new_tokens = chunks.grant(request, num_computed_tokens, num_new_tokens)
         if self._looks_ahead:
             return self._upstream_lookahead(self, request, num_computed_tokens, num_new_tokens)
         return num_new_tokens if num_new_tokens > 0 else 0  # noqa: FURB136 - a call takes longer
 
     # `TelemetryMixin` overrides these.
 
-    def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
-        """Note which policy's gate is closed to a lane."""
+    def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+        """Record which policy's gate is closed to a lane."""
 
-    def _note_limit(self, tokens: int) -> None: ...
+    def _record_limit(self, tokens: int) -> None: ...
 
-    def _learn(self, done: FinishedStep) -> None:
+    def _observe_step(self, finished: FinishedStep) -> None:
         if self._planner is not None:
             for observe in self._planner.hooks.observe:
-                observe(done.result)
+                observe(finished.result)
 
 
 class PolicyScheduler(TelemetryMixin, JournalMixin, ContinuationMixin, PolicyMixin, AsyncScheduler):

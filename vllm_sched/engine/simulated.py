@@ -88,14 +88,14 @@ class RequestResult(NamedTuple):
 class SimulatedStep(NamedTuple):
     scheduled: ScheduledStep
     shape: StepShape
-    answer: ModelRunnerOutput
+    model_output: ModelRunnerOutput
 
     @property
     def output(self) -> SchedulerOutput:
         return self.scheduled.output
 
 
-class _Virtual:
+class _VirtualClock:
     """A scheduler's clock, set by the caller."""
 
     now = 0.0
@@ -107,10 +107,10 @@ class _Virtual:
         return self.now
 
 
-class _Async(_Virtual, PolicyScheduler): ...
+class _AsyncScheduler(_VirtualClock, PolicyScheduler): ...
 
 
-class _Sync(_Virtual, SyncPolicyScheduler): ...
+class _SyncScheduler(_VirtualClock, SyncPolicyScheduler): ...
 
 
 @functools.cache
@@ -161,7 +161,7 @@ class SimulatedEngine:
         config = _config(settings)
         size = settings.block_tokens
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        self.scheduler: Any = (_Async if settings.async_scheduling else _Sync)(
+        self.scheduler: Any = (_AsyncScheduler if settings.async_scheduling else _SyncScheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=config.cache_config.num_gpu_blocks,
@@ -195,20 +195,20 @@ class SimulatedEngine:
             pooling_params=None,
             arrival_time=now,
             priority=new.priority,
-            block_hasher=self._block_names(new),
+            block_hasher=self._block_hasher(new),
         )
         self.scheduler.add_request(request)
         if self.trace is not None:
             self.trace.record_arrival(now, new.id, new.prompt_tokens)
 
-    def _block_names(self, new: NewRequest) -> Callable[[Request], list[Any]] | None:
+    def _block_hasher(self, new: NewRequest) -> Callable[[Request], list[Any]] | None:
         if not self.settings.prefix_caching:
             return None
 
-        def own(end: int) -> bytes:
+        def unique_name(end: int) -> bytes:
             return f"{new.id}/{end}".encode()
 
-        return _named_blocks(self.settings.block_tokens, new.name_of or own)
+        return _block_namer(self.settings.block_tokens, new.name_of or unique_name)
 
     def abort(self, ids: Iterable[str], now: float) -> None:
         """Abort requests; unknown ones are ignored."""
@@ -219,15 +219,15 @@ class SimulatedEngine:
         """Schedule a step; return None for an empty step."""
         scheduler = self.scheduler
         scheduler.now = now
-        before = len(scheduler.running)
+        num_running = len(scheduler.running)
         prefills = [r for r in scheduler.running if r.is_prefill_chunk]
         output = scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
         tokens = output.num_scheduled_tokens
         if not tokens:
-            scheduler.update_from_output(output, _answer(output, scheduler.requests))
+            scheduler.update_from_output(output, _model_output(output, scheduler.requests))
             return None
-        prefills += scheduler.running[before:]
+        prefills += scheduler.running[num_running:]
         requests = scheduler.requests
         chunks = chunks_of(prefills, tokens)
         contexts = [requests[name].num_computed_tokens for name in tokens if name not in chunks]
@@ -235,15 +235,15 @@ class SimulatedEngine:
         scheduled = ScheduledStep.of(
             scheduler, output, chunks, at=now, budget=budget, context_tokens=sum(contexts)
         )
-        return SimulatedStep(scheduled, scheduled.shape, _answer(output, requests))
+        return SimulatedStep(scheduled, scheduled.shape, _model_output(output, requests))
 
     def finish(self, step: SimulatedStep, now: float) -> list[RequestResult]:
         self.scheduler.now = now
         if self.trace is not None:
-            begun = max(step.scheduled.scheduled_at, self._last_result_at)
-            self.trace.record_step(step.scheduled.traced(begun, now))
+            start = max(step.scheduled.scheduled_at, self._last_result_at)
+            self.trace.record_step(step.scheduled.traced(start, now))
         self._last_result_at = now
-        outputs = self.scheduler.update_from_output(step.output, step.answer)
+        outputs = self.scheduler.update_from_output(step.output, step.model_output)
         return [
             RequestResult(
                 output.request_id,
@@ -258,22 +258,22 @@ class SimulatedEngine:
     def pop_fetches(self) -> dict[str, int]:
         """Return the tokens of new fetches, by request."""
         connector = self.scheduler.connector
-        if connector is None or not connector.begun:
+        if connector is None or not connector.new_fetches:
             return {}
-        begun: dict[str, int] = connector.begun
-        connector.begun = {}
-        return begun
+        new_fetches: dict[str, int] = connector.new_fetches
+        connector.new_fetches = {}
+        return new_fetches
 
     def report_transfers(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
         scheduler = self.scheduler
         scheduler.now = now
         output = SchedulerOutput.make_empty()
-        answer = _answer(output, {})
-        answer.kv_connector_output = KVConnectorOutput(
+        model_output = _model_output(output, {})
+        model_output.kv_connector_output = KVConnectorOutput(
             finished_recving={name for name in fetched if name in scheduler.requests},
             finished_sending={name for name in released if name in scheduler.requests},
         )
-        scheduler.update_from_output(output, answer)
+        scheduler.update_from_output(output, model_output)
 
     @property
     def unfinished(self) -> int:
@@ -285,6 +285,7 @@ class SimulatedEngine:
 
     @property
     def counts(self) -> tuple[int, int]:
+        """Return the running and the waiting requests."""
         running = len(self.scheduler.running)
         return running, self.unfinished - running
 
@@ -302,11 +303,11 @@ class SimulatedEngine:
         ]
         return sum(r.num_prompt_tokens - r.num_computed_tokens for r in requests)
 
-    def policies(self) -> dict[str, dict[str, float]]:
+    def policy_counters(self) -> dict[str, dict[str, float]]:
         return {policy.name: dict(policy.counters()) for policy in self.scheduler._policies}
 
 
-def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
+def _model_output(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
     """Return a token for each complete prompt, right after scheduling."""
     ids = list(output.num_scheduled_tokens)
     return ModelRunnerOutput(
@@ -319,7 +320,7 @@ def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRu
     )
 
 
-def _named_blocks(
+def _block_namer(
     block_tokens: int, name_of: Callable[[int], bytes]
 ) -> Callable[[Request], list[Any]]:
 

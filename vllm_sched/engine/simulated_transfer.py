@@ -24,7 +24,7 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # Tokens to fetch, by request, since the caller's last read.
-        self.begun: dict[str, int] = {}
+        self.new_fetches: dict[str, int] = {}
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -45,7 +45,7 @@ class SimulatedConnector(KVConnectorBase_V1, SupportsHMA):
         params = request.kv_transfer_params or {}
         if params.get(REMOTE_PREFILL):
             params[REMOTE_PREFILL] = False
-            self.begun[request.request_id] = num_external_tokens
+            self.new_fetches[request.request_id] = num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ARG002
         return KVConnectorMetadata()

@@ -10,38 +10,23 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
 from vllm_sched.engine.gauges import EngineGauges, label_of
 from vllm_sched.engine.in_flight import FinishedStep, ScheduledStep, StepsInFlight, chunks_of
 from vllm_sched.engine.steps.slots import admits_requests
-from vllm_sched.engine.waiting.held import HeldTime, LaneKey
+from vllm_sched.engine.vllm_compat import UpstreamScheduler
+from vllm_sched.engine.waiting.lane_counts import HeldTime, LaneKey
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy, StepResult
 from vllm_sched.version import __version__
-
-if TYPE_CHECKING:
-
-    class InstrumentedScheduler(Scheduler):
-        _policies: Sequence[Policy]
-        _in_flight: StepsInFlight | None
-
-        def clock(self) -> float: ...
-
-        def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None: ...
-
-        def _note_limit(self, tokens: int) -> None: ...
-
-        def _learn(self, done: FinishedStep) -> None: ...
-else:
-    InstrumentedScheduler = object
 
 # Steps, in primes to meet all kinds: our own fit learns from every 7th once it can predict.
 FIT_EVERY: Final = 7
@@ -59,28 +44,28 @@ class UncountedStep(NamedTuple):
 class EngineStats:
     def __init__(
         self,
-        written: metrics.Metrics | None,
-        file: trace.TraceFile | None,
+        engine_metrics: metrics.Metrics | None,
+        trace_file: trace.TraceFile | None,
         policies: Sequence[Policy],
     ) -> None:
-        self.metrics = written
-        self.file = file
+        self.metrics = engine_metrics
+        self.trace_file = trace_file
         self.policies = policies
         self.budget = 0  # of the current step
         self.now = 0.0  # when the current step began
-        self._uncounted: list[UncountedStep] = []
+        self._uncounted_steps: list[UncountedStep] = []
         self._held_by: dict[LaneKey, int] = {}  # the first policy with a closed gate
-        self._full = False  # no slot was free, so policies held no request
+        self._slots_full = False  # no slot was free, so policies held no request
         # By lanes, then by policy.
         self._held_times: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
             partial(defaultdict, HeldTime)
         )
-        self._waited_in: dict[str, LaneKey] = {}  # of running requests
+        self._lanes_of_running: dict[str, LaneKey] = {}  # in which these requests waited
         self._wrote_idle = False  # the last write showed an idle engine
         fit_of_policy = next(filter(None, map(_fit_of, policies)), None)
         self._fit = fit_of_policy or OnlineFit()
         self._learns = bool(policies) and fit_of_policy is None
-        self._counted = 0
+        self._steps_counted = 0
 
     # While vLLM schedules
 
@@ -91,92 +76,94 @@ class EngineStats:
             self._held_by[lanes] = closed_by
 
     def record_schedule(self, output: SchedulerOutput, scheduler: Scheduler) -> None:
-        self._full = not admits_requests(scheduler)
+        self._slots_full = not admits_requests(scheduler)
         queue: Any = scheduler.waiting
         if isinstance(queue, LaneQueue):
             for lanes in [lanes for lanes in self._held_by if not queue.lane_counts.waiting[lanes]]:
                 del self._held_by[lanes]
         # Metrics drop these when they are written.
-        if self.metrics is not None and isinstance(queue, LaneQueue) and queue.entered:
-            self._count_entered(queue, self.metrics)
+        if self.metrics is not None and isinstance(queue, LaneQueue):
+            self._count_admissions(queue, self.metrics)
         if output.total_num_scheduled_tokens:
             return
         if self.metrics is not None:
             self.metrics.count_step(trace.step_kind(0, 0), 0, 0)
-        if self.file is not None and (output.finished_req_ids or output.preempted_req_ids):
+        if self.trace_file is not None and (output.finished_req_ids or output.preempted_req_ids):
             empty = ScheduledStep.of(scheduler, output, {}, at=self.now, budget=self.budget)
-            self.file.trace.record_step(empty.traced(self.now, self.now))
+            self.trace_file.trace.record_step(empty.traced(self.now, self.now))
 
     def begin_step(self, now: float, budget: int) -> None:
-        if self._held_by and not self._full and self.metrics is not None:
+        if self._held_by and not self._slots_full and self.metrics is not None:
             for lanes, policy in self._held_by.items():
                 self._held_times[lanes][policy].add(self.now, now)
         self.now = now
         self.budget = budget
 
-    def _count_entered(self, queue: LaneQueue, written: metrics.Metrics) -> None:
-        for request, (since, lanes) in queue.entered.items():
-            self._waited_in[request.request_id] = lanes
+    def _count_admissions(self, queue: LaneQueue, engine_metrics: metrics.Metrics) -> None:
+        for request, place in queue.admitted_last_step.items():
+            lanes = place.lane
+            self._lanes_of_running[request.request_id] = lanes
             for policy, lane in zip(self.policies, lanes, strict=True):
-                written.count_admission(policy.name, label_of(lane))
+                engine_metrics.count_admission(policy.name, label_of(lane))
             if lanes in self._held_times:
                 for number, held in self._held_times[lanes].items():
-                    if seconds := held.since(since):
-                        written.observe_hold(self.policies[number].name, seconds)
+                    if seconds := held.seconds_since(place.entry.since):
+                        engine_metrics.observe_hold(self.policies[number].name, seconds)
 
     # When a result arrives
 
-    def record_done(self, done: FinishedStep) -> None:
+    def record_finished(self, finished: FinishedStep) -> None:
         if self.metrics is not None:
             # It is faster to count many at once.
-            seconds = done.end - done.start
-            self._uncounted.append(UncountedStep(done.result, seconds, self._fit.model))
-        if self.file is not None:
-            self.file.trace.record_step(done.step.traced(done.start, done.end))
+            seconds = finished.end - finished.start
+            self._uncounted_steps.append(UncountedStep(finished.result, seconds, self._fit.model))
+        if self.trace_file is not None:
+            self.trace_file.trace.record_step(finished.step.traced(finished.start, finished.end))
 
-    def _count_steps(self, written: metrics.Metrics) -> None:
+    def _count_steps(self, engine_metrics: metrics.Metrics) -> None:
         """Count steps, and compare some with their prediction."""
-        for result, seconds, model_then in self._uncounted:
+        for result, seconds, model_then in self._uncounted_steps:
             kind = trace.step_kind(len(result.chunks), result.decodes)
             prefill = sum([chunk.tokens for chunk in result.chunks])
-            written.count_step(kind, prefill, result.decode_tokens, seconds)
+            engine_metrics.count_step(kind, prefill, result.decode_tokens, seconds)
             # A policy's fit has learned from these steps already; our own has not.
             model = self._fit.model if self._learns else model_then
-            self._counted += 1
+            self._steps_counted += 1
             shape = self._fit.slowest(result.shape, result.others)
-            if model is not None and self._counted % PREDICT_EVERY == 0:
-                written.count_prediction(kind, model.seconds(shape), result.seconds)
-            if self._learns and (model is None or self._counted % FIT_EVERY == 0):
+            if model is not None and self._steps_counted % PREDICT_EVERY == 0:
+                engine_metrics.count_prediction(kind, model.seconds(shape), result.seconds)
+            if self._learns and (model is None or self._steps_counted % FIT_EVERY == 0):
                 self._fit.observe(shape, result.seconds)
-        self._uncounted.clear()
+        self._uncounted_steps.clear()
 
     # When metrics are due
 
     def write_if_due(self, scheduler: Scheduler, now: float) -> None:
         """Write metrics if due, and when the engine becomes idle."""
-        if (written := self.metrics) is None:
+        if (engine_metrics := self.metrics) is None:
             return
         idle = not scheduler.running and not len(scheduler.waiting)
-        if written.is_due(now) or (idle and not self._wrote_idle):
-            self._count_steps(written)
-            if len(self._waited_in) > 2 * len(scheduler.running) + MAX_GONE:
+        if engine_metrics.is_due(now) or (idle and not self._wrote_idle):
+            self._count_steps(engine_metrics)
+            if len(self._lanes_of_running) > 2 * len(scheduler.running) + MAX_GONE:
                 self._forget_ended(scheduler.running)
-            written.write(self._state(scheduler), now)
+            engine_metrics.write(self._engine_state(scheduler), now)
         self._wrote_idle = idle
 
     def _forget_ended(self, running: Sequence[Request]) -> None:
         ids = {request.request_id for request in running}
-        self._waited_in = {name: lanes for name, lanes in self._waited_in.items() if name in ids}
+        self._lanes_of_running = {
+            name: lanes for name, lanes in self._lanes_of_running.items() if name in ids
+        }
 
-    def _state(self, scheduler: Scheduler) -> metrics.EngineState:
+    def _engine_state(self, scheduler: Scheduler) -> metrics.EngineState:
         # Without a free slot no policy holds a request.
         held_by = self._held_by if admits_requests(scheduler) else {}
-        reader = EngineGauges(self.policies, scheduler.running, self._waited_in)
-        gauges = reader.read(scheduler.waiting, held_by)
+        engine_gauges = EngineGauges(self.policies, scheduler.running, self._lanes_of_running)
+        gauges = engine_gauges.read(scheduler.waiting, held_by)
         gauges["step_budget_tokens"][()] = self.budget
-        if (model := self._fit.model) is not None:
-            for name, seconds in model.to_json().items():
-                gauges["step_time_coefficient_seconds"][name.removesuffix("_s"),] = seconds
+        for name, seconds in self._fit.coefficients().items():
+            gauges["step_time_coefficient_seconds"][name.removesuffix("_s"),] = seconds
         return metrics.EngineState(
             gauges,
             {(p.name, name): value for p in self.policies for name, value in p.gauges().items()},
@@ -190,32 +177,35 @@ def _fit_of(policy: Policy) -> OnlineFit | None:
     return fit if policy.learns and isinstance(fit, OnlineFit) else None
 
 
-class TelemetryMixin(InstrumentedScheduler):
-    """Shows what the scheduler after this class does."""
+class TelemetryMixin(UpstreamScheduler):
+    """Shows what the scheduler after this class does, a `PolicyMixin`."""
 
+    _policies: Sequence[Policy]
+    _in_flight: StepsInFlight | None
     _telemetry: EngineStats | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         parallel = self.vllm_config.parallel_config
         engine = parallel.data_parallel_index
-        file = trace.from_environment(engine, parallel.data_parallel_size)
-        written = None
+        trace_file = trace.from_environment(engine, parallel.data_parallel_size)
+        engine_metrics = None
         if metrics.server_shows_metrics():
-            written = metrics.Metrics(_model_name(self.vllm_config.model_config), str(engine))
+            model = _model_name(self.vllm_config.model_config)
+            engine_metrics = metrics.Metrics(model, str(engine))
             policies = "+".join(policy.name for policy in self._policies) or metrics.NO_POLICY
-            written.set_fact("info", 1, __version__, type(self).__name__, policies)
-            written.set_fact("start_time_seconds", time.time())
-        if file is not None or written is not None:
-            self._telemetry = EngineStats(written, file, self._policies)
-        if file is not None:
-            _on_signal(file, self.clock)
+            engine_metrics.set_fact("info", 1, __version__, type(self).__name__, policies)
+            engine_metrics.set_fact("start_time_seconds", time.time())
+        if trace_file is not None or engine_metrics is not None:
+            self._telemetry = EngineStats(engine_metrics, trace_file, self._policies)
+        if trace_file is not None:
+            _write_on_signal(trace_file, self.clock)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if (stats := self._telemetry) is None:
             return super().schedule(*args, **kwargs)
-        before = len(self.running)
-        # With policies the planner notes steps.
+        num_running = len(self.running)
+        # With policies the planner records steps.
         prefills = (
             None if self._policies else [r for r in self._inflight_prefills if r.is_prefill_chunk]
         )
@@ -223,7 +213,7 @@ class TelemetryMixin(InstrumentedScheduler):
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         try:
             if prefills is not None:
-                prefills += self.running[before:]
+                prefills += self.running[num_running:]
                 self._record_scheduled(output, prefills, stats)
             stats.record_schedule(output, self)
         except Exception:
@@ -250,31 +240,32 @@ class TelemetryMixin(InstrumentedScheduler):
         step = ScheduledStep.of(self, output, chunks, at=stats.now, budget=stats.budget)
         self._in_flight.begin(step)
 
-    def _note_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+    def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         if self._telemetry is not None:
             self._telemetry.record_gate(lanes, closed_by)
 
-    def _note_limit(self, tokens: int) -> None:
+    def _record_limit(self, tokens: int) -> None:
         if self._telemetry is not None:
             self._telemetry.budget = tokens
 
-    def _learn(self, done: FinishedStep) -> None:
+    def _observe_step(self, finished: FinishedStep) -> None:
         if self._telemetry is not None:
             try:
-                self._telemetry.record_done(done)
+                self._telemetry.record_finished(finished)
             except Exception:
                 self._turn_off()
-        super()._learn(done)
+        super()._observe_step(finished)
 
     def add_request(self, request: Request) -> None:
-        file = None if self._telemetry is None else self._telemetry.file
-        if file is not None and request.request_id not in self.requests:
-            file.trace.record_arrival(self.clock(), request.request_id, request.num_prompt_tokens)
+        trace_file = None if self._telemetry is None else self._telemetry.trace_file
+        name = request.request_id
+        if trace_file is not None and name not in self.requests:
+            trace_file.trace.record_arrival(self.clock(), name, request.num_prompt_tokens)
         super().add_request(request)
 
     def shutdown(self) -> None:
-        if self._telemetry is not None and (file := self._telemetry.file) is not None:
-            file.write(self.clock())
+        if self._telemetry is not None and (trace_file := self._telemetry.trace_file) is not None:
+            trace_file.write(self.clock())
         super().shutdown()
 
     def _turn_off(self) -> None:
@@ -289,8 +280,8 @@ def _model_name(config: Any) -> str:
     return str(served[0] if isinstance(served, list) else served or config.model)
 
 
-def _on_signal(file: trace.TraceFile, clock: Any) -> None:
+def _write_on_signal(trace_file: trace.TraceFile, clock: Any) -> None:
     try:
-        signal.signal(trace.WRITE_SIGNAL, lambda *_: file.write_aside(clock()))
+        signal.signal(trace.WRITE_SIGNAL, lambda *_: trace_file.write_in_thread(clock()))
     except ValueError:  # not in the main thread
         trace.logger.info("the trace is written at the end only, not on SIGUSR1")

@@ -47,7 +47,7 @@ class TracedStep(NamedTuple):
     running: int
     waiting: int
     preempted: Collection[str] = ()  # at its scheduling
-    gone: Collection[str] = ()  # ended or aborted before its scheduling
+    ended: Collection[str] = ()  # ended or aborted before its scheduling
 
     @property
     def prefill_tokens(self) -> int:
@@ -65,10 +65,10 @@ def step_kind(prefills: int, decodes: int) -> str:
 
 
 class EngineTrace:
-    """A bounded log of arrivals and steps."""
+    """A log of the latest arrivals and steps."""
 
-    def __init__(self, most_entries: int = MAX_ENTRIES) -> None:
-        self._most = most_entries
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
         self._entries = 0
         self._log: deque[TracedArrival | TracedStep] = deque()
 
@@ -80,13 +80,13 @@ class EngineTrace:
         self._append(TracedArrival(at, request_id, prompt_tokens), 1)
 
     def record_step(self, step: TracedStep) -> None:
-        """Note a step that ended, in the order of scheduling."""
+        """Record a finished step; steps come in the order of scheduling."""
         self._append(step, 1 + len(step.tokens))
 
     def _append(self, entry: TracedArrival | TracedStep, entries: int) -> None:
         self._log.append(entry)
         self._entries += entries
-        while self._entries > self._most:
+        while self._entries > self._max_entries:
             dropped = self._log.popleft()
             self._entries -= 1 if isinstance(dropped, TracedArrival) else 1 + len(dropped.tokens)
 
@@ -110,23 +110,25 @@ class _Replay:
     def events(
         self, log: Iterable[TracedArrival | TracedStep], now: float, engine: str
     ) -> Iterator[str]:
-        yield _named("process_name", ENGINE, 0, f"engine {engine}")
-        yield _named("process_name", REQUESTS, 0, f"requests on engine {engine}")
-        yield _named("thread_name", ENGINE, 1, "steps")
+        yield _track_name("process_name", ENGINE, 0, f"engine {engine}")
+        yield _track_name("process_name", REQUESTS, 0, f"requests on engine {engine}")
+        yield _track_name("thread_name", ENGINE, 1, "steps")
         for entry in log:
             if isinstance(entry, TracedArrival):
-                yield self._begin(entry.request_id, f"{entry.prompt_tokens:,} tokens", entry.at)
+                tokens = f"{entry.prompt_tokens:,} tokens"
+                yield self._begin_track(entry.request_id, tokens, entry.at)
             else:
                 yield from self._step(entry)
         for track in self._tracks.values():
             yield from _idle_until(track, now)
 
-    def _begin(self, request_id: str, what: str, idle_since: float | None) -> str:
-        track = self._tracks[request_id] = _Track(next(self._numbers), idle_since)
-        return _named("thread_name", REQUESTS, track.number, f"{request_id} ({what})")
+    def _begin_track(self, request_id: str, remark: str, idle_since: float | None) -> str:
+        track = _Track(next(self._numbers), idle_since)
+        self._tracks[request_id] = track
+        return _track_name("thread_name", REQUESTS, track.number, f"{request_id} ({remark})")
 
     def _step(self, step: TracedStep) -> Iterator[str]:
-        for request_id in step.gone:
+        for request_id in step.ended:
             if (track := self._tracks.pop(request_id, None)) is not None:
                 yield from _idle_until(track, step.start)
         for request_id in step.preempted:
@@ -155,7 +157,7 @@ class _Replay:
 
     def _request_events(self, step: TracedStep, request_id: str, tokens: int) -> Iterator[str]:
         if request_id not in self._tracks:  # its arrival was dropped
-            yield self._begin(request_id, "came before", None)
+            yield self._begin_track(request_id, "came before", None)
         track = self._tracks[request_id]
         yield from _idle_until(track, step.start)
         name, facts = "decode", f'"tokens":{tokens}'
@@ -182,9 +184,9 @@ def chrome_trace(
     yield "\n]}\n"
 
 
-def _named(what: str, process: int, thread: int, name: str) -> str:
-    named = {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
-    return json.dumps(named, separators=(",", ":"))
+def _track_name(kind: str, process: int, thread: int, name: str) -> str:
+    event = {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+    return json.dumps(event, separators=(",", ":"))
 
 
 # Formatted by hand: a serializer takes five times as long.
@@ -220,17 +222,17 @@ class TraceFile:
         """Replace the file atomically."""
         log = self.trace.copy()
         with self._writing:
-            begun = self.path.with_name(f"{self.path.name}.part")
+            partial = self.path.with_name(f"{self.path.name}.part")
             try:
-                with begun.open("w", encoding="utf-8") as file:
+                with partial.open("w", encoding="utf-8") as file:
                     file.writelines(chrome_trace(log, now, self._engine))
-                begun.replace(self.path)
+                partial.replace(self.path)
             except OSError as error:  # the engine survives a full disk
                 logger.error("the trace could not be written to %s: %s", self.path, error)
                 return
         logger.info("wrote a trace of %d entries to %s", len(log), self.path)
 
-    def write_aside(self, now: float) -> threading.Thread:
+    def write_in_thread(self, now: float) -> threading.Thread:
         writer = threading.Thread(target=self.write, args=(now,), name="trace", daemon=True)
         writer.start()
         return writer

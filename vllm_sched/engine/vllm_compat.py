@@ -124,9 +124,9 @@ def is_tested(version: str) -> bool:
     return TESTED[0] <= release < TESTED[1]
 
 
-def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
+def missing_methods(owner: type, used: Mapping[str, tuple[str, ...]]) -> list[str]:
     missing = []
-    for name, parameters in wanted.items():
+    for name, parameters in used.items():
         method: Any = getattr(owner, name, None)
         if method is None:
             missing.append(f"{owner.__name__}.{name}")
@@ -136,10 +136,10 @@ def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[
     return missing
 
 
-def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
+def missing_fields(owner: type, used: Sequence[str]) -> list[str]:
     # Read from the constructor, because a scheduler takes minutes to make.
     assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
-    return [f"{owner.__name__}.{n}" for n in wanted if n not in assigned and not hasattr(owner, n)]
+    return [f"{owner.__name__}.{n}" for n in used if n not in assigned and not hasattr(owner, n)]
 
 
 def missing_seams() -> list[str]:

@@ -22,8 +22,8 @@ from typing import ClassVar, Final
 
 from pydantic import Field
 
-from vllm_sched.cost.fit import OnlineFit
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.online_fit import OnlineFit
+from vllm_sched.cost.step_time import TimedStep
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.chunks.measured_chunk import GROWTH, MeasuredChunk
 from vllm_sched.policies.chunks.prediction_error import PredictionError
@@ -76,7 +76,7 @@ class ChunkBudget(Policy):
 
     def __init__(self, facts: EngineFacts, settings: ChunkBudgetSettings) -> None:
         super().__init__(facts, settings)
-        if not facts.cuts_prompts:
+        if not facts.chunked_prefill:
             # A whole prompt would never fit into a small step.
             raise UsageError(
                 "chunk_budget sizes the chunks of prompts, and this engine reads them whole "
@@ -85,15 +85,14 @@ class ChunkBudget(Policy):
             )
         self.fit = OnlineFit()
         self.learns = settings.chunk is None
-        self.error = PredictionError()
+        self.prediction_error = PredictionError()
         self._measured = MeasuredChunk(facts.max_num_batched_tokens, settings.min_chunk)
         self._longest_context = 1.0  # tokens before the middle of any chunk so far
         self._usual_gap_s = max(settings.itl_ms / 1000, sys.float_info.min)
         self._stages = facts.pipeline_stages
         self._itl_s = max(self._usual_gap_s / self._stages, sys.float_info.min)  # of one step
-        # Shape and seconds of the steps of the last gap.
-        self._steps_of_gap: deque[tuple[StepShape, float]] = deque(maxlen=self._stages)
-        self._tokens = facts.max_num_batched_tokens  # prefill tokens of the last budget
+        self._steps_of_gap: deque[TimedStep] = deque(maxlen=self._stages)  # the last gap
+        self._prefill_tokens = facts.max_num_batched_tokens  # of the last budget
         self._predicted_s = 0.0
         # Index and time limit.
         self._limits_in_flight: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
@@ -102,8 +101,8 @@ class ChunkBudget(Policy):
         self._long_steps = 0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
-        self._prefill: PrefillSeconds | None = None  # None = only the budget limits prefill
+        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
+        self._prefill_time: PrefillSeconds | None = None  # None = only the budget limits prefill
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
@@ -120,37 +119,39 @@ class ChunkBudget(Policy):
         self._requested_gaps_s.pop(request.request_id, None)
 
     def budget(self, step: Step) -> int:
-        self._step, self._prefill = step, None
-        if not step.decodes:
-            return self._with_decodes(step, step.budget)
-        settings = self.settings
-        if settings.chunk is not None:
-            return self._with_decodes(step, settings.chunk)
-        extrapolation = self._extrapolation(step)
+        self._step, self._prefill_time = step, None
+        tokens = self._prefill_limit(step)
+        self._prefill_tokens = min(tokens, max(step.budget - step.decode_tokens, 1))
+        return step.decode_tokens + self._prefill_tokens
+
+    def _prefill_limit(self, step: Step) -> int:
+        if not step.decode_tokens:
+            return step.budget
+        if self.settings.chunk is not None:
+            return self.settings.chunk
         allowed_s = self._allowed_s(step)
         self._limits_in_flight.append((step.index, allowed_s))
-        measured = self._measured
+        return max(self._tokens_within(step, allowed_s), self.settings.min_chunk)
+
+    def _tokens_within(self, step: Step, allowed_s: float) -> int:
+        """Return the prefill tokens for a step of this time: by the model, once there is one."""
+        measured, extrapolation = self._measured, self._extrapolation(step)
         if (model := self.fit.model) is None:
-            tokens = int(min(measured.tokens, measured.fitting / extrapolation))
-            return self._with_decodes(step, max(tokens, settings.min_chunk))
-        self._prefill = prefill = PrefillSeconds(
+            return int(min(measured.tokens, measured.fitting / extrapolation))
+        error = self.prediction_error
+        self._prefill_time = prefill = PrefillSeconds(
             model,
-            allowed_s / (self.error.margin * self.error.drift * extrapolation),
-            min_tokens=settings.min_chunk,
+            allowed_s / (error.margin * error.drift * extrapolation),
+            min_tokens=self.settings.min_chunk,
             # With stages, each step has about the same part of the decodes.
             decodes=-(-len(step.decoding) // self._stages),
             context_tokens=step.context_tokens // self._stages,
         )
         fitting = prefill.count_tokens(step, self._better_newcomer(step))
-        tokens = min(int(GROWTH * measured.tokens * (allowed_s / self._itl_s)), fitting)
-        return self._with_decodes(step, max(tokens, settings.min_chunk))
-
-    def _with_decodes(self, step: Step, tokens: int) -> int:
-        self._tokens = min(tokens, max(step.budget - step.decodes, 1))
-        return step.decodes + self._tokens
+        return min(int(GROWTH * measured.tokens * (allowed_s / self._itl_s)), fitting)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        if (prefill := self._prefill) is None:
+        if (prefill := self._prefill_time) is None:
             return tokens
         return prefill.grant(self._step, request, computed, tokens)
 
@@ -181,14 +182,14 @@ class ChunkBudget(Policy):
         return allowed_s
 
     def _least_gap_s(self, step: Step) -> float:
-        if not (known := self._requested_gaps_s):
+        if not (requested := self._requested_gaps_s):
             return self._usual_gap_s
-        gaps = (known.get(request.request_id, self._usual_gap_s) for request in step.decoding)
+        gaps = (requested.get(request.request_id, self._usual_gap_s) for request in step.decoding)
         return max(min(gaps, default=self._usual_gap_s), sys.float_info.min)
 
     def _is_at_risk(self, step: Step, itl_s: float, ttft_s: float) -> bool:
         """Return whether a prompt will be late at the current pace."""
-        pace = max(min(self._tokens, self._measured.tokens), 1.0) / itl_s
+        pace = max(min(self._prefill_tokens, self._measured.tokens), 1.0) / itl_s
         before, head = 0, step.next_to_enter()
         for request in step.prefills if head is None else (*step.prefills, head):
             before += step.tokens_left(request)
@@ -202,14 +203,15 @@ class ChunkBudget(Policy):
             return
         allowed_s = self._pop_limit(result.index)
         shape, seconds = self.fit.slowest(result.shape, result.others), result.seconds
-        self._steps_of_gap.append((shape, seconds))
+        self._steps_of_gap.append(TimedStep(shape, seconds))
         tokens = shape.prefill_tokens
         for chunk in result.chunks:
             middle = chunk.context + chunk.tokens / 2
             self._longest_context = max(self._longest_context, middle)
         if tokens >= MIN_PREFILL_TOKENS and shape.decodes:
             # With stages, a long step also delays the results of the steps before it.
-            self._learn_error(tokens, fmean([took for _, took in self._steps_of_gap]), allowed_s)
+            mean_s = fmean([step.seconds for step in self._steps_of_gap])
+            self._learn_error(tokens, mean_s, allowed_s)
         self.fit.observe(shape, seconds)
 
     def _pop_limit(self, index: int) -> float:
@@ -220,9 +222,9 @@ class ChunkBudget(Policy):
         return allowed_s
 
     def _learn_error(self, tokens: int, seconds: float, allowed_s: float) -> None:
-        error, measured = self.error, self._measured
+        error, measured = self.prediction_error, self._measured
         if (model := self.fit.model) is not None:
-            self._predicted_s = fmean([model.seconds(shape) for shape, _ in self._steps_of_gap])
+            self._predicted_s = fmean([model.seconds(step.shape) for step in self._steps_of_gap])
             # Steps full in time with few tokens count: otherwise a large drift would never fall.
             planned_s = self._predicted_s * error.margin * error.drift
             full = measured.is_full(tokens) or planned_s >= PLANNED_FULL_SHARE * allowed_s
@@ -232,15 +234,13 @@ class ChunkBudget(Policy):
         measured.observe(tokens, seconds, limit_s=self._itl_s, margin=error.margin)
 
     def gauges(self) -> Mapping[str, float]:
-        shown = {
-            "chunk_budget_tokens": float(self._tokens),
-            "margin": self.error.margin,
-            "drift": self.error.drift,
+        return {
+            "chunk_budget_tokens": float(self._prefill_tokens),
+            "margin": self.prediction_error.margin,
+            "drift": self.prediction_error.drift,
             "predicted_step_seconds": self._predicted_s,
+            **{f"fit_{name}": value for name, value in self.fit.coefficients().items()},
         }
-        if self.fit.model is not None:
-            shown |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
-        return shown
 
     def counters(self) -> Mapping[str, float]:
         return {"long_steps": float(self._long_steps), "slack_steps": float(self._slack_steps)}

@@ -20,10 +20,10 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import Chunk, StepShape
 from vllm_sched.errors import UsageError
-from vllm_sched.policies.deferral.hold import ENDS, End, Hold
+from vllm_sched.policies.deferral.hold import HOLD_ENDS, Hold, HoldEnd
 from vllm_sched.policies.deferral.lengths import RequestLengths
 from vllm_sched.policies.deferral.threshold import DepartureThreshold
 from vllm_sched.policies.fluid_effects import AdmissionHold, FluidEffects
@@ -44,7 +44,7 @@ DEFERRABLE, DIRECT = "deferrable", "direct"
 
 # Start of the wait of a request that was held for the maximum time.
 RELEASED: Final = -math.inf
-EMPTY: Final = LaneCount()
+NO_REQUESTS: Final = LaneCount()
 
 
 class DeferredPrefillSettings(Settings):
@@ -85,17 +85,17 @@ class DeferredPrefill(Policy):
         self.lengths = RequestLengths()
         self.learns = departures is None or self._limits.itl_s is not None
         self._threshold = DepartureThreshold(self._limits, facts, self.fit, self.lengths)
-        self._running_full = facts.max_num_seqs  # running requests when the engine is full
-        self._free_left = facts.max_num_seqs  # free slots after the admissions of the last step
+        self._running_when_full = facts.max_num_seqs
+        self._free_slots_left = facts.max_num_seqs  # after the admissions of the last step
         self._hold: Hold | None = None
         self._lanes: dict[str, str] = {}  # of waiting requests
         self._held_since: dict[str, float] = {}  # waiting requests that were held
         self._releases = 0  # of these, after the maximum time
-        self._ended: dict[End, int] = dict.fromkeys(ENDS, 0)
+        self._holds_ended: dict[HoldEnd, int] = dict.fromkeys(HOLD_ENDS, 0)
         self._held_s = 0.0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
         self._admitted = 0
         self._prefill_s = 0.0  # predicted
 
@@ -120,37 +120,41 @@ class DeferredPrefill(Policy):
         return lane
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        waiting = lanes.get(DEFERRABLE, EMPTY).admissible
-        before, self._step = self._step, step
-        free_before, self._free_left = self._free_left, step.free_slots
-        slots_full = free_before <= 0 or step.free_slots <= 0
+        waiting = lanes.get(DEFERRABLE, NO_REQUESTS).admissible
+        step_before, self._step = self._step, step
+        slots_full = self._free_slots_left <= 0 or step.free_slots <= 0
+        self._free_slots_left = step.free_slots
         self._admitted, self._prefill_s = 0, 0.0
         for request in step.prefills:
             self._predict_prefill(request)
-        if slots_full or step.refused is not None:
-            self._running_full = max(step.running + step.departed, 1)
+        if slots_full or step.kv_blocked is not None:
+            self._running_when_full = max(step.running + step.departed, 1)
         if self.learns:
-            self._threshold.begin_step(step.index, self._running_full)
-        if (hold := self._hold) is not None:
-            hold.begin_step(step)
-            self._held_s += max(step.now - before.now, 0.0)
+            self._threshold.begin_step(step.index, self._running_when_full)
+        if self._hold is not None:
+            self._hold.begin_step(step)
+            self._held_s += max(step.now - step_before.now, 0.0)
         elif waiting and self._may_hold(step, slots_full=slots_full):
-            hold = self._hold = Hold.begin(
+            self._hold = Hold.begin(
                 step,
                 slots_full=slots_full,
                 max_s=self._limits.max_s,
-                running_full=self._running_full,
+                running_when_full=self._running_when_full,
             )
-        if hold is not None and (end := hold.end(step, waiting, self.threshold)):
+        self._end_hold_if_due(step, waiting)
+
+    def _end_hold_if_due(self, step: Step, waiting: int) -> None:
+        hold = self._hold
+        if hold is not None and (reason := hold.end_reason(step, waiting, self.threshold)):
             self._hold = None
-            self._ended[end] += 1
+            self._holds_ended[reason] += 1
 
     def _may_hold(self, step: Step, *, slots_full: bool) -> bool:
         if not self._threshold.may_hold:
             return False
-        if step.refused is None:
+        if step.kv_blocked is None:
             return slots_full
-        return self._held_since.get(step.refused) != RELEASED
+        return self._held_since.get(step.kv_blocked) != RELEASED
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Return CLOSED during a hold, and if the prompt does not fit into `itl_ms`."""
@@ -178,8 +182,9 @@ class DeferredPrefill(Policy):
         class_of = self._step.class_of
         if class_of is not one_class and class_of(head) <= FIRST_CLASS:
             return True
-        known = self.facts.kv_cache is not None
-        return known and hold.fits(head.request_id, self.facts.kv_share(head))
+        if self.facts.kv_cache is None:
+            return False
+        return hold.fits(head.request_id, self.facts.kv_share(head))
 
     def _keeps_itl(self, head: RequestView) -> bool:
         """Return whether decodes keep `itl_ms` if the head enters."""
@@ -211,7 +216,7 @@ class DeferredPrefill(Policy):
         self._predict_prefill(request)
         if self._hold is not None:
             self._hold.kv_left -= self.facts.kv_share(request)
-        self._free_left -= 1
+        self._free_slots_left -= 1
         self.lengths.record_admission()
         self._forget(request.request_id)
 
@@ -234,17 +239,15 @@ class DeferredPrefill(Policy):
 
     def gauges(self) -> Mapping[str, float]:
         threshold, lengths = self._threshold, self.lengths
-        shown = {"k": threshold.k, "k_best": threshold.best, "holding": float(self.holding)}
+        gauges = {"k": threshold.k, "k_best": threshold.best, "holding": float(self.holding)}
         if lengths.is_known:
-            shown["mean_output_tokens"] = lengths.mean_output
-            shown["mean_prompt_tokens"] = lengths.mean_prompt
-        if self.fit.model is not None:
-            shown |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
-        return shown
+            gauges["mean_output_tokens"] = lengths.mean_output
+            gauges["mean_prompt_tokens"] = lengths.mean_prompt
+        return gauges | {f"fit_{name}": value for name, value in self.fit.coefficients().items()}
 
     def counters(self) -> Mapping[str, float]:
         return {
-            **{f"holds_ended_{end}": float(count) for end, count in self._ended.items()},
+            **{f"holds_ended_{name}": float(count) for name, count in self._holds_ended.items()},
             "starvation_releases": float(self._releases),
             "held_seconds": self._held_s,
         }

@@ -14,9 +14,9 @@ from typing import NamedTuple
 class KvGroup(NamedTuple):
     """Layers that share an allocation of KV blocks."""
 
-    block: int  # tokens per block
-    most: int  # maximum blocks per request
-    spare: int = 0  # additional blocks per request
+    block_tokens: int
+    max_blocks: int  # of a request
+    spare_blocks: int = 0  # additional, of a request
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,12 @@ class KvCache:
     blocks: int
     groups: Sequence[KvGroup]
 
-    def blocks_of(self, tokens: int) -> int:
-        return sum([min(-(-tokens // g.block) + g.spare, g.most) for g in self.groups])
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks of a request with these tokens."""
+        return sum(
+            [min(-(-tokens // g.block_tokens) + g.spare_blocks, g.max_blocks) for g in self.groups]
+        )
 
     def blocks_at_most(self, tokens: int) -> int:
         """Return an upper bound of the blocks that a step's prefill tokens fill."""
-        return sum([tokens // g.block for g in self.groups])
+        return sum([tokens // g.block_tokens for g in self.groups])

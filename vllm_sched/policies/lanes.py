@@ -21,9 +21,9 @@ from typing import ClassVar, Final
 from pydantic import Field
 
 from vllm_sched.policies.fluid_effects import FluidEffects
-from vllm_sched.policies.service.overdue import OverdueTurns
-from vllm_sched.policies.service.running import RunningLanes
-from vllm_sched.policies.service.shares import NO_LIMIT, StepShares
+from vllm_sched.policies.service_classes.overdue import OverdueTurns
+from vllm_sched.policies.service_classes.running import RunningLanes
+from vllm_sched.policies.service_classes.shares import NO_LIMIT, StepShares
 from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
     FIRST_CLASS,
@@ -37,11 +37,11 @@ from vllm_sched.policies.types import (
 )
 
 URGENT, NORMAL, BATCH = LANES = ("urgent", "normal", "batch")
-PLACES: Final = {lane: FIRST_CLASS + place for place, lane in enumerate(LANES)}
+LANE_PLACES: Final = {lane: FIRST_CLASS + place for place, lane in enumerate(LANES)}
 # Ranks before all lanes; TURN is an urgent request's turn between overdue requests.
 OVERDUE: Final = -1.0
-TURN: Final = -2.0
-EMPTY: Final = LaneCount()
+URGENT_TURN: Final = -2.0
+NO_REQUESTS: Final = LaneCount()
 
 
 class LanesSettings(Settings):
@@ -85,18 +85,18 @@ class Lanes(Policy):
             NORMAL: settings.normal_max_wait_s,
             BATCH: settings.batch_max_wait_s,
         }
-        self._reserve = math.ceil(settings.reserve_slots * facts.max_num_seqs)
-        self._asked: dict[str, str] = {}  # lanes that clients asked for
-        self._left_s: dict[str, float] = {}  # until the deadline, on arrival
-        self._unknown = 0  # lanes that do not exist
+        self._reserved_slots = math.ceil(settings.reserve_slots * facts.max_num_seqs)
+        self._requested_lanes: dict[str, str] = {}  # lanes that clients asked for
+        self._time_to_deadline_s: dict[str, float] = {}  # on arrival
+        self._unknown_lanes = 0  # requests that asked for a lane that does not exist
         self._running = RunningLanes(LANES)
         self._overdue = OverdueTurns(self.max_wait_s, self._running)
         self._urgents_turn = False  # an overdue request entered after the last urgent one
-        self._others_at = -math.inf  # last time that urgent or normal requests were present
+        self._others_seen_at = -math.inf  # last time that urgent or normal requests were present
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
-        self._waiting: Mapping[str, LaneCount] = {}
+        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
+        self._lane_counts: Mapping[str, LaneCount] = {}
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
         self._others_in_prefill = False
@@ -107,14 +107,14 @@ class Lanes(Policy):
 
     def arrived(self, request: RequestView, extra_args: Mapping[str, object]) -> None:
         lane = extra_args.get("lane")
-        if isinstance(lane, str) and lane in PLACES:
-            self._asked[request.request_id] = lane
+        if isinstance(lane, str) and lane in LANE_PLACES:
+            self._requested_lanes[request.request_id] = lane
         elif lane is not None:
-            self._unknown += 1  # too late to refuse the request; its priority applies
+            self._unknown_lanes += 1  # too late to refuse the request; its priority applies
         if (left_s := targets_in(extra_args).first_s) is not None:
-            self._left_s[request.request_id] = left_s
+            self._time_to_deadline_s[request.request_id] = left_s
 
-    def due(self, request: RequestView, since: float) -> float:
+    def deadline(self, request: RequestView, since: float) -> float:
         return since + self._may_wait_s(request, self._step.now - since)
 
     def _may_wait_s(self, request: RequestView, waited: float) -> float:
@@ -122,57 +122,58 @@ class Lanes(Policy):
         longest_s = self.max_wait_s[self.lane(request)]
         if longest_s == math.inf:
             longest_s = self.settings.urgent_max_wait_s
-        left_s = self._left_s.get(request.request_id, longest_s)
+        left_s = self._time_to_deadline_s.get(request.request_id, longest_s)
         return longest_s if left_s < waited else min(left_s, longest_s)
 
     def lane(self, request: RequestView, cached: Callable[[], int] | None = None) -> str:
-        if (asked := self._asked.get(request.request_id)) is not None:
-            return asked
+        if (requested := self._requested_lanes.get(request.request_id)) is not None:
+            return requested
         if request.priority < 0:
             return URGENT
         return BATCH if request.priority else NORMAL
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        self._step, self._waiting = step, lanes
+        self._step, self._lane_counts = step, lanes
         self._overdue.begin_step()
         self._free_slots, self._kv_free = step.free_slots, step.kv_free
         if len(self._running.requests) > step.running:
-            self._running.keep({r.request_id for r in (*step.prefills, *step.decoding)})
+            running = (*step.prefills, *step.decoding)
+            self._running.discard_all_except({request.request_id for request in running})
         counts = self._running.counts
         if self._others_wait() or counts[URGENT] or counts[NORMAL]:
-            self._others_at = step.now
-        alone = step.now - self._others_at > self.settings.recent_s
+            self._others_seen_at = step.now
+        alone = step.now - self._others_seen_at > self.settings.recent_s
         share = 1.0 if alone else self.settings.batch_share
         self._others_in_prefill = any(self.lane(request) != BATCH for request in step.prefills)
         self._shares = StepShares(max(int(share * step.budget), 1))
 
     def _others_wait(self) -> bool:
         # Requests that the engine cannot start do not hold batch.
-        return any(self._waiting.get(lane, EMPTY).startable for lane in (URGENT, NORMAL))
+        return any(self._lane_counts.get(lane, NO_REQUESTS).startable for lane in (URGENT, NORMAL))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold batch while other lanes wait or prefill, or if only the reserve is free."""
-        if lane != BATCH or self._overdue.is_due(lane, head, waited):
+        if lane != BATCH or self._overdue.check_head(lane, head, waited):
             return Gate.OPEN
         held = self._others_in_prefill or self._others_wait() or not self._has_room(head)
         return Gate.CLOSED if held else Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
         # Without a free slot, about the next slot.
-        enough_slots = max(self._free_slots, 1) > self._reserve
+        enough_slots = max(self._free_slots, 1) > self._reserved_slots
         kv_left = self._kv_free - self.facts.kv_share(head)
         return enough_slots and kv_left >= self.settings.reserve_kv
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Return the lane's place, or a rank before all lanes."""
         if lane == URGENT and self._urgents_turn and waited >= self.settings.urgent_max_wait_s:
-            return TURN
-        if self._overdue.is_due(lane, head, waited):
+            return URGENT_TURN
+        if self._overdue.check_head(lane, head, waited):
             return OVERDUE
-        if not self._left_s:
-            return PLACES[lane]
+        if not self._time_to_deadline_s:
+            return LANE_PLACES[lane]
         left_s = max(self._may_wait_s(head, waited) - waited, 0.0)
-        return PLACES[lane] + left_s / (1.0 + left_s)
+        return LANE_PLACES[lane] + left_s / (1.0 + left_s)
 
     def admitted(self, request: RequestView) -> None:
         name, lane = request.request_id, self.lane(request)
@@ -181,11 +182,9 @@ class Lanes(Policy):
             self._others_in_prefill = True
         if lane == URGENT:
             self._urgents_turn = False
-        elif (is_new := self._overdue.pop(name)) is not None:
+        elif self._overdue.goes_first(name):
             self._urgents_turn = True
-            if is_new:
-                self._overdue.release(lane, name)
-                self.class_changes += 1
+            self.class_changes += self._overdue.record_admission(lane, name)
         self._running.add(name, lane, self._step.now)
         self._free_slots -= 1
         self._kv_free -= self.facts.kv_share(request)
@@ -193,22 +192,25 @@ class Lanes(Policy):
     def departed(self, request: RequestView, now: float) -> None:
         name = request.request_id
         self.class_changes += self._overdue.record_departure(self.lane(request), name)
-        self._asked.pop(name, None)
-        self._left_s.pop(name, None)
+        self._requested_lanes.pop(name, None)
+        self._time_to_deadline_s.pop(name, None)
         self._running.discard(name)
 
     def service_class(self, request: RequestView) -> float:
         """Return the lane's place, or the first one for an overdue request."""
-        now = self._step.now
-        lane, since = self._running.requests.get(request.request_id) or (self.lane(request), now)
-        # Only prefill can be overdue: outputs may take as long.
-        in_prefill = request.num_tokens - request.num_computed_tokens > 1
-        overdue = in_prefill and now - since >= self.max_wait_s[lane]
-        return PLACES[URGENT if overdue or self._is_released(request) else lane]
+        running = self._running.requests.get(request.request_id)
+        if running is None:
+            lane, overdue = self.lane(request), False
+        else:
+            lane = running.lane
+            # Only prefill can be overdue: outputs may take as long.
+            in_prefill = request.num_tokens - request.num_computed_tokens > 1
+            overdue = in_prefill and self._step.now - running.admitted_at >= self.max_wait_s[lane]
+        return LANE_PLACES[URGENT if overdue or self._is_released(request) else lane]
 
     def rank(self, request: RequestView) -> float:
         place = self.service_class(request)
-        return place if place == PLACES[self.lane(request)] else OVERDUE
+        return place if place == LANE_PLACES[self.lane(request)] else OVERDUE
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         shares = self._shares
@@ -218,7 +220,8 @@ class Lanes(Policy):
             tokens = shares.charge("overdue", min(tokens, left))
         if is_released or self.lane(request) != BATCH:
             return self._chunk_of_others(request, tokens)
-        if self._overdue.is_new(request.request_id) or self.rank(request) < PLACES[BATCH]:
+        is_release = self._overdue.is_next_release(request.request_id)
+        if is_release or self.rank(request) < LANE_PLACES[BATCH]:
             return tokens
         return shares.charge("batch", min(tokens, shares.remaining("batch", self._share_of_batch)))
 
@@ -242,7 +245,7 @@ class Lanes(Policy):
         if self._others_in_prefill or self._other_newcomer() is not None:
             return 0
         # While decodes pause for the prompt, it gets the whole step.
-        paused = step.decoding and not step.decodes
+        paused = step.decoding and not step.decode_tokens
         return step.budget if paused else self._shares.batch_share
 
     def _other_newcomer(self) -> RequestView | None:
@@ -252,7 +255,7 @@ class Lanes(Policy):
     def _share_of_overdue(self) -> int:
         """Leave other urgent and normal prompts what they can use, up to half of the step."""
         step = self._step
-        room = max(step.budget - step.decodes, 1)
+        room = max(step.budget - step.decode_tokens, 1)
         others = sum(
             request.num_tokens - request.num_computed_tokens
             for request in step.prefills
@@ -271,28 +274,29 @@ class Lanes(Policy):
         step = self._step
         is_better = any(
             count.requests and (lane == URGENT or count.waited >= self.max_wait_s[lane])
-            for lane, count in self._waiting.items()
+            for lane, count in self._lane_counts.items()
         )
         if not is_better or (head := step.newcomer()) is None:
             return NO_LIMIT
         lane = self.lane(head)
         if lane == URGENT:
-            self._shares.limited_ranks = PLACES[URGENT], math.inf
-        elif self._overdue.is_new(head.request_id):
-            self._shares.limited_ranks = OVERDUE, PLACES[lane]
-        room = max(step.budget - step.decodes, 0)
+            self._shares.limited_ranks = LANE_PLACES[URGENT], math.inf
+        elif self._overdue.is_next_release(head.request_id):
+            self._shares.limited_ranks = OVERDUE, LANE_PLACES[lane]
+        room = max(step.budget - step.decode_tokens, 0)
         return room - min(step.tokens_left(head), room // 2)
 
     def gauges(self) -> Mapping[str, float]:
         counts = self._running.counts
         return {f"running_{lane}": float(counts[lane]) for lane in LANES} | {
-            f"waiting_{lane}": float(self._waiting.get(lane, EMPTY).requests) for lane in LANES
+            f"waiting_{lane}": float(self._lane_counts.get(lane, NO_REQUESTS).requests)
+            for lane in LANES
         }
 
     def counters(self) -> Mapping[str, float]:
         return {
             "starvation_releases": float(self._overdue.releases),
-            "unknown_lanes": float(self._unknown),
+            "unknown_lanes": float(self._unknown_lanes),
         }
 
     def held_reason(self, lane: str) -> str:

@@ -107,21 +107,22 @@ class LongPrompt(Policy):
         # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
         default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
-        self.size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
+        self.chunk_size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
-        self._short_at = -math.inf  # when a short was last seen
+        self._short_seen_at = -math.inf
         self._releases = 0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=budget, decodes=0, prefills=())
+        self._step = Step(index=0, now=0.0, budget=budget, decode_tokens=0, prefills=())
         self._prompts = StepPrompts()
         self._chunk: LongChunk | None = None
-        self._divide()
+        self._divide_step()
         # False if the gates must be asked before held requests are counted.
         self._counts_are_current = True
 
-    def resolved(self) -> dict[str, object]:
-        return super().resolved() | {"long_prefill_token_threshold": self._lookups.threshold}
+    def effective_settings(self) -> dict[str, object]:
+        threshold = self._lookups.threshold
+        return super().effective_settings() | {"long_prefill_token_threshold": threshold}
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
@@ -152,7 +153,7 @@ class LongPrompt(Policy):
         _, _, bits = lane.partition("/")
         if not bits or waited >= self.settings.max_wait_s:
             return -waited
-        return self.size.token_s * (1 << int(bits)) - waited
+        return self.chunk_size.token_s * (1 << int(bits)) - waited
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step
@@ -165,19 +166,20 @@ class LongPrompt(Policy):
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
         if prompts.shorts or (waiting_shorts.admissible and step.free_slots > 0):
-            self._short_at = step.now
-        self._chunk = self._chunk_of(prompts.longs)
+            self._short_seen_at = step.now
+        self._chunk = self._chunk_for(prompts.longs)
         most = step.budget if self._chunk is None else self._chunk.tokens
-        prompts.note_ending(most, step.class_of)
-        prompts.free_places = self._free_places(len(prompts.classes) + len(self._loading()))
+        prompts.find_ending(most, step.class_of)
+        taken = len(prompts.long_classes) + len(self._loading_longs())
+        prompts.free_places = self._free_places(taken)
         self._counts_are_current = step.free_slots <= 0 or not step.waiting
-        self._divide()
+        self._divide_step()
 
     def _shorts_of(self, step: Step) -> list[RequestView]:
         """Return the shorts in prefill, and the shorts that enter with all KV here."""
         shorts = [r for r in step.prefills if r.request_id not in self._longs]
         is_long = self._lookups.is_long
-        return shorts + [r for r in step.loaded() if not is_long(r, r.num_computed_tokens)]
+        return shorts + [r for r in step.loaded_requests() if not is_long(r, r.num_computed_tokens)]
 
     def _free_places(self, taken: int) -> int:
         free = self._places - taken
@@ -186,38 +188,38 @@ class LongPrompt(Policy):
             free = min(max(free, 0) + 1, self._places_overdue - taken)
         return max(min(free, self._step.free_slots), 0)
 
-    def _chunk_of(self, longs: Sequence[RequestView]) -> LongChunk | None:
+    def _chunk_for(self, longs: Sequence[RequestView]) -> LongChunk | None:
         step = self._step
-        if not step.decodes and step.now - self._short_at > QUIET_S:
+        if not step.decode_tokens and step.now - self._short_seen_at > QUIET_S:
             return None
         share = self.settings.long_prefill_share
         if share == "auto":
-            return self.size.next_chunk() if longs else self.size.usual
+            return self.chunk_size.next_chunk() if longs else self.chunk_size.usual_chunk
         tokens = max(int(step.budget * share), 1)
         return LongChunk(tokens, tokens)
 
-    def _divide(self, passing: int = 0) -> None:
+    def _divide_step(self, passing: int = 0) -> None:
         step, prompts = self._step, self._prompts
-        stuck = prompts.blocked or step.refused in self._lookups
-        entering = 0 if stuck else min(prompts.waiting_longs.admissible, prompts.free_places)
+        lacks_kv = prompts.kv_blocked or self._lookups.was_long(step.kv_blocked)
+        entering = 0 if lacks_kv else min(prompts.waiting_longs.admissible, prompts.free_places)
         prompts.entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
-    def _divide_again(self) -> None:
+    def _recount_and_divide(self) -> None:
         """Count the waiting requests anew; other policies may hold others, or pause decodes."""
         self._counts_are_current = True
-        self._step.recount_held()
-        self._prompts.count_longs()
-        refused = self._step.refused is not None
-        self._prompts.blocked = refused and self._step.newcomer() is None
-        self._divide(self._count_passing())
+        step = self._step
+        step.recount_held()
+        self._prompts.count_waiting_longs()
+        self._prompts.kv_blocked = step.kv_blocked is not None and step.newcomer() is None
+        self._divide_step(self._count_passing())
 
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
-        may_pass = prompts.classes and prompts.waiting_longs.admissible
+        may_pass = prompts.long_classes and prompts.waiting_longs.admissible
         head = step.newcomer() if may_pass and step.class_of is not one_class else None
-        return int(head is not None and head.request_id in self._lookups)
+        return int(head is not None and self._lookups.was_long(head.request_id))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
@@ -229,42 +231,42 @@ class LongPrompt(Policy):
         if taken >= places or self._division.long_left <= 0:
             return Gate.CLOSED
         # Shorts need not wait behind longs that lack KV blocks.
-        stuck = self._step.refused in self._lookups
-        return Gate.LAST if stuck and not overdue else Gate.OPEN
+        lacks_kv = self._lookups.was_long(self._step.kv_blocked)
+        return Gate.LAST if lacks_kv and not overdue else Gate.OPEN
 
     def _count_places_taken(self, head: RequestView) -> int:
-        own = self._step.class_of(head)
-        taken = (*self._prompts.classes, *map(self._step.class_of, self._loading()))
-        return sum(each <= own for each in taken)
+        head_class = self._step.class_of(head)
+        classes = (*self._prompts.long_classes, *map(self._step.class_of, self._loading_longs()))
+        return sum(its_class <= head_class for its_class in classes)
 
-    def _loading(self) -> list[RequestView]:
-        loading = self._step.loading()
+    def _loading_longs(self) -> list[RequestView]:
+        loading = self._step.loading_requests()
         return [r for r in loading if self._lookups.is_long(r, r.num_computed_tokens)]
 
-    def stays(self, lane: str, head: RequestView) -> bool:
+    def keeps_lane(self, lane: str, head: RequestView) -> bool:
         """Return False if a short prompt has become long, because cached blocks were evicted."""
         return lane != SHORT or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
         name = request.request_id
-        had_lane = name in self._lookups
+        had_lane = self._lookups.was_long(name)
         self._lookups.forget(name)
         if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
             self._longs.add(name)
             self._releases += had_lane and self._count_places_taken(request) >= self._places
-            self._prompts.classes.append(self._step.class_of(request))
+            self._prompts.long_classes.append(self._step.class_of(request))
 
     def departed(self, request: RequestView, now: float) -> None:
         self._lookups.forget(request.request_id)
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        if not self._counts_are_current or self._step.decodes != self._division.decodes:
-            self._divide_again()
+        if not self._counts_are_current or self._step.decode_tokens != self._division.decode_tokens:
+            self._recount_and_divide()
         division = self._division
         if self._step.budget < division.budget:
             division.reserve()
         name = request.request_id
-        if name in self._lookups and self._lookups.is_long(request, computed):
+        if self._lookups.was_long(name) and self._lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
             self._longs.add(name)
         return division.grant(request, computed, tokens, as_long=name in self._longs)
@@ -282,11 +284,11 @@ class LongPrompt(Policy):
         return float(request.request_id in self._longs and not request.num_preemptions)
 
     def observe(self, result: StepResult) -> None:
-        self.size.observe(result)
+        self.chunk_size.observe(result)
 
     def gauges(self) -> Mapping[str, float]:
-        tokens = self.size.tokens if self._chunk is None else self._chunk.tokens
-        longs = len(self._prompts.classes)
+        tokens = self.chunk_size.tokens if self._chunk is None else self._chunk.tokens
+        longs = len(self._prompts.long_classes)
         return {"long_prefills": float(longs), "long_chunk_tokens": float(tokens)}
 
     def counters(self) -> Mapping[str, float]:
@@ -294,4 +296,4 @@ class LongPrompt(Policy):
 
     def held_reason(self, lane: str) -> str:
         """Return whether the places are taken, or the step serves shorts."""
-        return "long_limit" if len(self._prompts.classes) >= self._places else "shorts_first"
+        return "long_limit" if len(self._prompts.long_classes) >= self._places else "shorts_first"

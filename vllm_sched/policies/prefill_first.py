@@ -52,7 +52,7 @@ class PrefillFirst(Policy):
 
     def pauses_decodes(self, step: Step) -> bool:
         # No pause for a request without KV blocks: only decodes release blocks.
-        if not (step.prefills or (step.refused is None and step.next_to_enter() is not None)):
+        if not (step.prefills or (step.kv_blocked is None and step.next_to_enter() is not None)):
             return False
         if step.paused_s >= self.settings.max_pause_s or step.paused_steps >= MAX_PAUSED_STEPS:
             self._releases += 1

@@ -135,15 +135,13 @@ def _parse_value(text: str) -> Any:
     return text
 
 
-def former_settings(config: Mapping[str, Mapping[str, object]]) -> list[str]:
+def former_setting_warnings(config: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Return a warning for each setting that a newer one replaces."""
-    return [
-        f"{name}.{key}: {kind.former[key]}"
-        for name, given in config.items()
-        for kind in (_settings_type(name),)
-        for key in given
-        if key in kind.former
-    ]
+    warnings = []
+    for name, given in config.items():
+        former = _settings_type(name).former
+        warnings += [f"{name}.{key}: {former[key]}" for key in given if key in former]
+    return warnings
 
 
 def build(config: object, facts: EngineFacts) -> list[Policy]:

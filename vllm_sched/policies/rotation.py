@@ -48,38 +48,39 @@ class Rotation(Policy):
     settings: RotationSettings
     sorts_running = True
 
-    _last: Mapping[str, float] = {}  # end of each prefill's last chunk
-    _computed: Mapping[str, int] = {}  # tokens of each prefill when the step began
+    _last_chunk_at: Mapping[str, float] = {}  # end of each prefill's last chunk
+    _computed_before: Mapping[str, int] = {}  # tokens of each prefill when the step began
     _step: Step
     _waiting: LaneCount
-    _needed: list[tuple[float, float]]  # class, and share of the KV cache that is needed
-    _slot = 0  # tokens of a turn
-    _left: int | None  # tokens left for running prefills; None before `_plan`
+    _kv_needed: list[tuple[float, float]]  # class, and share of the KV cache that is needed
+    _turn_tokens = 0
+    _tokens_left: int | None  # tokens left for running prefills; None before `_plan_turns`
 
     def fluid_effects(self) -> FluidEffects:
         return FluidEffects(ignored=True)
 
     def rank(self, request: RequestView) -> float:
         """Return the end of the last chunk; that of the last step is not known yet."""
-        before = self._computed.get(request.request_id)
-        if before is None:
+        computed_before = self._computed_before.get(request.request_id)
+        if computed_before is None:
             return math.nextafter(math.inf, 0)  # newcomers come first
         # Another policy may have cut the chunk to nothing.
-        return math.inf if request.num_computed_tokens > before else self._last[request.request_id]
+        had_chunk = request.num_computed_tokens > computed_before
+        return math.inf if had_chunk else self._last_chunk_at[request.request_id]
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        self._last = {r.request_id: min(self.rank(r), step.now) for r in step.prefills}
-        self._computed = {r.request_id: r.num_computed_tokens for r in step.prefills}
-        self._step, self._waiting, self._left = step, lanes.get("", LaneCount()), None
-        self._needed = [
+        self._last_chunk_at = {r.request_id: min(self.rank(r), step.now) for r in step.prefills}
+        self._computed_before = {r.request_id: r.num_computed_tokens for r in step.prefills}
+        self._step, self._waiting, self._tokens_left = step, lanes.get("", LaneCount()), None
+        self._kv_needed = [
             (step.class_of(r), (1 - r.num_computed_tokens / r.num_tokens) * self.facts.kv_share(r))
             for r in step.prefills
         ]
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a prompt while prefills need the free KV blocks, to avoid preemptions."""
-        own = self._step.class_of(head)
-        needed = sum([share for each, share in self._needed if each <= own])
+        head_class = self._step.class_of(head)
+        needed = sum([share for its_class, share in self._kv_needed if its_class <= head_class])
         fits = not needed or needed + self.facts.kv_share(head) <= self._step.kv_free
         return Gate.OPEN if fits or waited >= self.settings.max_wait_s else Gate.CLOSED
 
@@ -87,34 +88,35 @@ class Rotation(Policy):
         return "kv_of_prefills"
 
     def admitted(self, request: RequestView) -> None:
-        self._needed.append((self._step.class_of(request), self.facts.kv_share(request)))
+        self._kv_needed.append((self._step.class_of(request), self.facts.kv_share(request)))
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Return a turn for newcomers, and for prefills while tokens are left."""
-        if self._left is None:
-            self._left = self._plan()
-        granted = min(tokens, self._slot)
-        if request.request_id in self._last:
-            granted = min(granted, self._left)
-            self._left -= granted
+        if self._tokens_left is None:
+            self._tokens_left = self._plan_turns()
+        granted = min(tokens, self._turn_tokens)
+        if request.request_id in self._last_chunk_at:
+            granted = min(granted, self._tokens_left)
+            self._tokens_left -= granted
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        if self._left is not None and request.request_id in self._last:
-            self._left += tokens
+        if self._tokens_left is not None and request.request_id in self._last_chunk_at:
+            self._tokens_left += tokens
 
-    def _plan(self) -> int:
+    def _plan_turns(self) -> int:
         """Set the length of a turn; return the tokens that newcomers leave to prefills."""
         step = self._step
-        tokens = max(step.budget - step.decodes, 1)
+        tokens = max(step.budget - step.decode_tokens, 1)
         head = step.newcomer()
         peers, newcomers = self._best_class(head)
         turns = max(min(tokens // (self.settings.chunk or tokens), len(peers) + newcomers), 1)
-        self._slot = -(-tokens // turns)
+        self._turn_tokens = -(-tokens // turns)
         since = step.now - min(self._waiting.waited, self.settings.max_wait_s)
-        turns -= sum(self._last[r.request_id] < since for r in peers)  # before newcomers' turns
-        each = min(self._slot, step.tokens_left(head)) if head else 0
-        return max(tokens - each * max(min(turns, newcomers), 0), 0)
+        # These prefills come before newcomers.
+        turns -= sum(self._last_chunk_at[r.request_id] < since for r in peers)
+        newcomer_tokens = min(self._turn_tokens, step.tokens_left(head)) if head else 0
+        return max(tokens - newcomer_tokens * max(min(turns, newcomers), 0), 0)
 
     def _best_class(self, head: RequestView | None) -> tuple[list[RequestView], int]:
         """Return the prefills of the best class of service, and the number of its newcomers."""
@@ -126,4 +128,5 @@ class Rotation(Policy):
         return peers, max(min(self._waiting.admissible, step.free_slots), 1)
 
     def gauges(self) -> Mapping[str, float]:
-        return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}
+        prompts, tokens = len(self._last_chunk_at), self._turn_tokens
+        return {"prompts_in_rotation": float(prompts), "turn_tokens": float(tokens)}

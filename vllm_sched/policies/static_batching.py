@@ -52,8 +52,8 @@ class StaticBatching(Policy):
         self._overdue: set[str] = set()  # admissible in this step
         self._releases = 0
 
-    def resolved(self) -> dict[str, object]:
-        return super().resolved() | {"size": self.size}
+    def effective_settings(self) -> dict[str, object]:
+        return super().effective_settings() | {"size": self.size}
 
     def fluid_effects(self) -> FluidEffects:
         return FluidEffects(batches=BatchAdmission(self.size, self.settings.max_wait_s))
@@ -64,7 +64,7 @@ class StaticBatching(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         if not step.running:
             self._forming, self._members = True, 0
-        elif not (step.prefills or self._joined) or step.refused is not None:
+        elif not (step.prefills or self._joined) or step.kv_blocked is not None:
             self._forming = False
         self._joined = 0
         self._overdue.clear()

@@ -5,13 +5,13 @@ The engine calls the methods of a policy in this order:
 1. `arrived` for a new request; `lane` when the request starts to wait, and again if the head of a
    lane may belong to another lane.
 2. `begin_step` once per step, then `budget` and `pauses_decodes` at most once each.
-3. `gate`, `stays` and `urgency` for the head of a lane; `admitted` after the head's admission.
+3. `gate`, `keeps_lane` and `urgency` for the head of a lane; `admitted` after the head's admission.
 4. `chunk` for each prefill; `taken_back` immediately afterwards if the prefill gets fewer tokens.
 5. `observe` when the result of a step is back; `departed` when a request has ended.
 
 The smallest budget, the smallest chunk and the strictest gate of all policies apply. One policy is
 enough to pause decodes. If a policy holds a head, the engine does not ask later policies about it;
-`stays` is asked only if no policy holds the head.
+`keeps_lane` is asked only if no policy holds the head.
 
 Policies do no I/O, read no clock (time is an argument) and do not import vLLM.
 """
@@ -108,10 +108,10 @@ class Step:
     # Tokens that the step may compute. When `chunk` is called, the policies' limits are applied.
     budget: int
     # Tokens for running decodes, including drafts. Zero once the decodes are paused.
-    decodes: int
+    decode_tokens: int
     prefills: Sequence[RequestView]  # running requests with an incomplete prompt
     free_slots: int = 0
-    refused: str | None = None  # id of the request that lacked KV blocks in the last step
+    kv_blocked: str | None = None  # id of the request that lacked KV blocks in the last step
     running: int = 0  # prefills and decodes
     decoding: Sequence[RequestView] = ()  # running requests with a complete prompt
     context_tokens: int = 0  # computed tokens of all decoding requests
@@ -130,20 +130,20 @@ class Step:
     recount_held: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
     # Returns the requests that load KV from a tier; they enter without a gate.
-    loading: Callable[[], Sequence[RequestView]] = tuple
+    loading_requests: Callable[[], Sequence[RequestView]] = tuple
     # Returns these with all KV here, so they enter in this step.
-    loaded: Callable[[], Sequence[RequestView]] = tuple
+    loaded_requests: Callable[[], Sequence[RequestView]] = tuple
     # Looks up the tokens of a waiting request that need no computation.
-    cached_of: Callable[[RequestView], int] = no_tokens
+    cached_tokens_of: Callable[[RequestView], int] = no_tokens
 
     def newcomer(self) -> RequestView | None:
         """Return the request of `next_to_enter`, unless it lacked KV blocks in the last step."""
         head = self.next_to_enter()
-        return None if head is None or head.request_id == self.refused else head
+        return None if head is None or head.request_id == self.kv_blocked else head
 
     def tokens_left(self, request: RequestView) -> int:
         """Return the tokens to compute of a prompt in prefill or of a newcomer."""
-        return request.num_tokens - (request.num_computed_tokens or self.cached_of(request))
+        return request.num_tokens - (request.num_computed_tokens or self.cached_tokens_of(request))
 
 
 @dataclass(frozen=True)
@@ -186,18 +186,16 @@ class Settings(BaseModel):
         """Return whether the policy is left out."""
         return False
 
-    def shown(self) -> dict[str, object]:
-        """Return the settings, without former ones that were not given."""
-        return self.model_dump(exclude=set(self.former.keys() - self.model_fields_set))
-
 
 @dataclass(slots=True, frozen=True)
 class EngineFacts:
+    """The parts of the engine's configuration that policies need."""
+
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
     kv_cache: KvCache | None = None  # None before the cache is allocated
-    cuts_prompts: bool = True  # chunked prefill is enabled
+    chunked_prefill: bool = True  # prompts may be computed in parts
     pipeline_stages: int = 1  # a request decodes once in this many steps
     orders_by_priority: bool = False  # --scheduling-policy priority
     decodes_pause: bool = False  # an earlier policy pauses decodes during prefill
@@ -206,13 +204,13 @@ class EngineFacts:
     def block_tokens(self) -> int:
         """Return the tokens of the smallest KV block."""
         groups = self.kv_cache.groups if self.kv_cache is not None else ()
-        return min((group.block for group in groups), default=DEFAULT_BLOCK_TOKENS)
+        return min((group.block_tokens for group in groups), default=DEFAULT_BLOCK_TOKENS)
 
     def kv_share(self, request: RequestView) -> float:
         """Return the share of the KV cache that the request needs; 0 if the size is unknown."""
         if (cache := self.kv_cache) is None or not cache.blocks:
             return 0.0
-        return cache.blocks_of(request.num_tokens) / cache.blocks
+        return cache.blocks_for(request.num_tokens) / cache.blocks
 
 
 class Policy:
@@ -232,9 +230,10 @@ class Policy:
         self.facts = facts
         self.settings = settings
 
-    def resolved(self) -> dict[str, object]:
-        """Return the effective settings, for the log."""
-        return self.settings.shown()
+    def effective_settings(self) -> dict[str, object]:
+        """Return the settings for the log, without former ones that were not given."""
+        settings = self.settings
+        return settings.model_dump(exclude=set(settings.former.keys() - settings.model_fields_set))
 
     def fluid_effects(self) -> FluidEffects | None:
         """Return the effects on the simulator's fluid engine, which refuses a policy with None."""
@@ -262,7 +261,7 @@ class Policy:
         """Return whether the head of the lane may enter; `waited` is in seconds."""
         return Gate.OPEN
 
-    def stays(self, lane: str, head: RequestView) -> bool:
+    def keeps_lane(self, lane: str, head: RequestView) -> bool:
         """Return False if the head belongs to another lane; for checks too slow to repeat.
 
         The head then does not enter in this step. `lane` is asked again in the next step.
@@ -273,7 +272,7 @@ class Policy:
         """Return the sort key among heads, lowest first; earlier arrival breaks ties."""
         return 0.0
 
-    def due(self, request: RequestView, since: float) -> float:
+    def deadline(self, request: RequestView, since: float) -> float:
         """Return when a request that waits since then should enter; the least of a lane goes first.
 
         Asked again for a head that is not admitted by then. Earlier arrival breaks ties.

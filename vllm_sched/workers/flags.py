@@ -47,61 +47,62 @@ def parse(words: Sequence[str]) -> Iterator[Flag]:
             yield Flag("", word, [word])
             continue
         name, equals, value = word.partition("=")
-        taken = [word]
-        found: str | None = value if equals else None
+        words_of_flag = [word]
+        flag_value: str | None = value if equals else None
         if not equals and position < len(words) and not FLAG_PATTERN.match(words[position]):
-            found = words[position]
-            taken.append(found)
+            flag_value = words[position]
+            words_of_flag.append(flag_value)
             position += 1
         whole, dot, inner = name.partition(".")
-        yield Flag((SHORT_NAMES.get(whole, whole) + dot + inner).replace("_", "-"), found, taken)
+        full_name = (SHORT_NAMES.get(whole, whole) + dot + inner).replace("_", "-")
+        yield Flag(full_name, flag_value, words_of_flag)
 
 
-def names(words: Sequence[str]) -> set[str]:
+def flag_names(words: Sequence[str]) -> set[str]:
     return {flag.name for flag in parse(words) if flag.name}
 
 
-def last(words: Sequence[str], name: str) -> str | None:
+def last_value(words: Sequence[str], name: str) -> str | None:
     """Return the value of the last flag of this name; None if there is none."""
-    found = None
+    value = None
     for flag in parse(words):
         if flag.name == name:
-            found = flag.value
-    return found
+            value = flag.value
+    return value
 
 
-def number(words: Sequence[str], name: str) -> int | None:
+def int_value(words: Sequence[str], name: str) -> int | None:
     """Return the value of a flag as an integer; None if it is not a plain number."""
-    value = last(words, name)
+    value = last_value(words, name)
     plain = value is not None and value.isdecimal() and len(value) <= MAX_NUMBER_DIGITS
     return int(value) if value is not None and plain else None
 
 
-def key(words: Sequence[str], name: str, inner: str) -> Any:
+def json_key(words: Sequence[str], name: str, inner: str) -> Any:
     """Return a key of an object flag, given in JSON or as `--name.key`; None if absent."""
-    return (fields(words, name) or {}).get(inner)
+    return (json_object(words, name) or {}).get(inner)
 
 
-def fields(words: Sequence[str], name: str) -> dict[str, Any] | None:
+def json_object(words: Sequence[str], name: str) -> dict[str, Any] | None:
     """Return an object flag merged with its `--name.key` flags; None if neither is given.
 
     A value that is not a JSON object counts as empty, because vLLM reports it.
     """
-    text = last(words, name)
+    text = last_value(words, name)
     keys = [flag for flag in parse(words) if flag.whole == name != flag.name]
     if text is None and not keys:
         return None
     read = _json(text or "{}")
-    found: dict[str, Any] = read if isinstance(read, dict) else {}
+    merged: dict[str, Any] = read if isinstance(read, dict) else {}
     for flag in keys:
         *path, last_name = flag.name.removeprefix(f"{name}.").replace("-", "_").split(".")
-        inner = found
-        for each in path:
-            if not isinstance(inner.get(each), dict):
-                inner[each] = {}
-            inner = inner[each]
+        inner = merged
+        for key in path:
+            if not isinstance(inner.get(key), dict):
+                inner[key] = {}
+            inner = inner[key]
         inner[last_name] = _json(flag.value or "", flag.value)
-    return found
+    return merged
 
 
 def _json(text: str, otherwise: Any = None) -> Any:
@@ -114,9 +115,12 @@ def _json(text: str, otherwise: Any = None) -> Any:
 CONFIG_FLAG: Final = "--config"
 
 
-def expanded(args: Sequence[str]) -> list[str]:
-    """Return `args` with the file's flags in front; unchanged if the file can't be read here."""
-    name = last(args, CONFIG_FLAG)
+def with_config_file(args: Sequence[str]) -> list[str]:
+    """Return `args` with the flags of the `--config` file in front, and without `--config`.
+
+    They are unchanged if the file can't be read here.
+    """
+    name = last_value(args, CONFIG_FLAG)
     if not name:
         return list(args)
     try:
@@ -130,7 +134,7 @@ def expanded(args: Sequence[str]) -> list[str]:
     return words + rest
 
 
-def readable(args: Sequence[str]) -> list[str]:
+def absolute_config(args: Sequence[str]) -> list[str]:
     """Return `args` with `--config` as its own word and with an absolute path.
 
     vLLM accepts `--config=FILE` but silently ignores the file.
@@ -154,5 +158,5 @@ def _words(name: str, value: object) -> Iterator[str]:
     if not values:
         return
     yield name
-    for each in values:
-        yield json.dumps(each) if isinstance(each, dict) else str(each)
+    for item in values:
+        yield json.dumps(item) if isinstance(item, dict) else str(item)

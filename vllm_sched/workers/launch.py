@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final, Self
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
-from vllm_sched.workers.flags import expanded, key, names, parse, readable
+from vllm_sched.workers.flags import absolute_config, flag_names, json_key, parse, with_config_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -105,8 +105,8 @@ class Side:
 
     @property
     def label(self) -> str:
-        knobs = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
-        return " ".join([self.name, *knobs, *self.extra])
+        settings = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
+        return " ".join([self.name, *settings, *self.extra])
 
     def flags(self, others: Sequence[str] = ()) -> list[str]:
         """Return the vLLM flags that select this scheduler; the extra flags are last and win.
@@ -170,15 +170,15 @@ class Worker:
         # Also the working directory: `python -m` imports from it.
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
-        own = {}
+        more_env = {}
         if self.needs_metrics_folder and not self.env.get(metrics_folder.METRICS_VARIABLE):
             self._metrics_folder = metrics_folder.make_folder()
-            own[metrics_folder.METRICS_VARIABLE] = str(self._metrics_folder)
+            more_env[metrics_folder.METRICS_VARIABLE] = str(self._metrics_folder)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=self._folder,
-                env={**self.env, **own},
+                env={**self.env, **more_env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -195,6 +195,7 @@ class Worker:
         )
 
     def check(self) -> None:
+        """Raise a `WorkerError` unless the process is running."""
         process = self._process  # read once: another thread may call stop()
         if process is None or self._stopping:
             raise WorkerError(f"{self.name} is not running")
@@ -202,12 +203,13 @@ class Worker:
             raise self._error(f"{self.name} died with exit code {code}")
 
     def ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return the status and the body of a GET request."""
         # Ignore a proxy from the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{self.url}{path}", timeout=timeout_s) as answer:
             return answer.status, answer.read()
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         try:
             return self.ask(self.health, 2.0)[0] == http.HTTPStatus.OK
         except (urllib.error.URLError, http.client.HTTPException, OSError):
@@ -216,7 +218,7 @@ class Worker:
     def wait_ready(self, pause: Callable[[float], object] = time.sleep) -> None:
         """Block until the server is healthy; raise if it dies or the deadline passes."""
         give_up = time.monotonic() + self.deadline_s
-        while not self.healthy():
+        while not self.is_healthy():
             self.check()
             if time.monotonic() > give_up:
                 raise self._error(f"{self.name} was not healthy within {self.deadline_s:g} s")
@@ -250,7 +252,7 @@ class Worker:
         return [folder for folder in (self._folder, self._metrics_folder) if folder is not None]
 
     def _error(self, what: str) -> WorkerError:
-        return WorkerError("\n".join([f"{what}; the end of its log:", *_tail(self.log)]))
+        return WorkerError("\n".join([f"{what}; the end of its log:", *_log_tail(self.log)]))
 
     def __enter__(self) -> Self:
         try:
@@ -296,7 +298,7 @@ def worker(
         side = Side.parse(side)
     on_a_cpu = on_cpu()
     port = free_port() if port is None else port
-    flags = readable([*flags, *side.flags(flags)])
+    flags = absolute_config([*flags, *side.flags(flags)])
     where = ["--model", model, "--host", host, "--port", str(port)]
     built_in = cpu_flags(flags) if on_a_cpu else []
     return Worker(
@@ -312,7 +314,7 @@ def worker(
     )
 
 
-def tracing(path: Path) -> dict[str, str]:
+def trace_variables(path: Path) -> dict[str, str]:
     """Return the environment that makes our scheduler write a trace to `path`."""
     path = path.absolute()
     if not path.parent.is_dir():
@@ -322,14 +324,14 @@ def tracing(path: Path) -> dict[str, str]:
 
 def trace_flags(flags: Sequence[str]) -> list[str]:
     """Return the flag that gives an engine time to write its trace, unless `flags` set it."""
-    if SHUTDOWN_FLAG in names(expanded(flags)):
+    if SHUTDOWN_FLAG in flag_names(with_config_file(flags)):
         return []
     return [SHUTDOWN_FLAG, str(TRACE_SHUTDOWN_S)]
 
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
     """Return the flags for a CPU build that are not in `given`."""
-    set_here = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
+    set_here = {name.replace("--no-", "--", 1) for name in flag_names(with_config_file(given))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in set_here for word in flag.words]
 
 
@@ -338,10 +340,10 @@ def scheduler_cls(flags: Sequence[str] = ()) -> str:
 
     vLLM turns asynchronous scheduling off on a CPU and for some speculative decoding methods.
     """
-    flags = expanded(flags)
+    flags = with_config_file(flags)
     asked = [flag.name for flag in parse(flags) if flag.name in (ASYNCHRONOUS, SYNCHRONOUS)]
-    synchronous = asked[-1:] == [SYNCHRONOUS]
-    synchronous = synchronous or key(flags, "--speculative-config", "method") in SYNCHRONOUS_DRAFTS
+    draft_method = json_key(flags, "--speculative-config", "method")
+    synchronous = asked[-1:] == [SYNCHRONOUS] or draft_method in SYNCHRONOUS_DRAFTS
     with suppress(WorkerError):  # without vLLM the command can still be printed
         synchronous = synchronous or on_cpu()
     return f"vllm_sched.{'Sync' if synchronous else ''}PolicyScheduler"
@@ -361,7 +363,7 @@ def on_cpu() -> bool:
         ) from None
 
 
-def _tail(log: Path) -> list[str]:
+def _log_tail(log: Path) -> list[str]:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()

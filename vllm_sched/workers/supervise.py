@@ -1,7 +1,7 @@
 """Keep workers running: start them, report their state, and restart them when they die.
 
 Each worker is used only by its own thread, so no locks are needed. The threads report each change
-as a `KeeperNews`.
+as a `KeeperEvent`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
-from vllm_sched.workers.launch import WorkerError
+from vllm_sched.workers.launch import Worker, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,25 +37,13 @@ class KeeperState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperNews:
+class KeeperEvent:
     worker: str
     state: KeeperState
     seconds: float = 0.0  # READY: how long the start took; DIED: how long the worker lived
     error: str = ""  # DIED: the cause and the last lines of the log
     deaths: int = 0  # DIED: deaths in a row
     again_s: float = 0.0  # DIED: seconds until the restart
-
-
-class Keepable(Protocol):
-    """The part of `launch.Worker` that a keeper uses."""
-
-    name: str
-
-    def start(self) -> None: ...
-    def wait_ready(self, pause: Callable[[float], object]) -> None: ...
-    def check(self) -> None: ...
-    def healthy(self) -> bool: ...
-    def stop(self) -> None: ...
 
 
 class _StopRequested(Exception):  # noqa: N818 - not an error
@@ -66,22 +54,22 @@ class WorkerKeeper:
     """Restarts one worker until the supervisor stops.
 
     `wait` sleeps for some seconds and returns whether to stop, as `threading.Event.wait` does.
-    `turn` is held while the worker loads.
+    `load_lock` is held while the worker loads.
     """
 
     def __init__(
         self,
-        worker: Keepable,
-        tell: Callable[[KeeperNews], None],
+        worker: Worker,
+        report: Callable[[KeeperEvent], None],
         *,
         wait: Callable[[float], bool],
-        turn: AbstractContextManager[object] | None = None,
+        load_lock: AbstractContextManager[object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
-        self._tell = tell
+        self._report = report
         self._wait = wait
-        self._turn = turn or nullcontext()
+        self._load_lock = load_lock or nullcontext()
         self._clock = clock
         self._deaths = 0
         self._next_pause_s = FIRST_RESTART_PAUSE_S
@@ -91,20 +79,20 @@ class WorkerKeeper:
         try:
             with suppress(_StopRequested):
                 while True:
-                    self._run_once()
+                    self._run_until_restart()
         finally:
             self._worker.stop()
-            self._tell(KeeperNews(self._worker.name, KeeperState.STOPPED))
+            self._report(KeeperEvent(self._worker.name, KeeperState.STOPPED))
 
-    def _run_once(self) -> None:
-        """Run the worker once, from its start to the pause after its death."""
+    def _run_until_restart(self) -> None:
+        """Run the worker once, from its start to the end of the pause after its death."""
         name = self._worker.name
         ready_at: float | None = None
-        self._tell(KeeperNews(name, KeeperState.QUEUED))
-        with self._turn:
+        self._report(KeeperEvent(name, KeeperState.QUEUED))
+        with self._load_lock:
             self._pause(0)  # stop may have been requested during the wait for the lock
-            born = self._clock()
-            self._tell(KeeperNews(name, KeeperState.STARTING))
+            started_at = self._clock()
+            self._report(KeeperEvent(name, KeeperState.STARTING))
             try:
                 self._worker.start()
                 self._worker.wait_ready(self._pause)
@@ -113,23 +101,23 @@ class WorkerKeeper:
             else:
                 ready_at = self._clock()
         if ready_at is not None:
-            self._tell(KeeperNews(name, KeeperState.READY, ready_at - born))
+            self._report(KeeperEvent(name, KeeperState.READY, ready_at - started_at))
             death = self._watch()
         now = self._clock()
         if ready_at is not None and now - ready_at >= STABLE_S:
             self._deaths, self._next_pause_s = 0, FIRST_RESTART_PAUSE_S
         self._deaths += 1
-        pause, self._next_pause_s = (
-            self._next_pause_s,
-            min(self._next_pause_s * 2, MAX_RESTART_PAUSE_S),
-        )
+        pause_s = self._next_pause_s
+        self._next_pause_s = min(pause_s * 2, MAX_RESTART_PAUSE_S)
         self._worker.stop()  # its children may still run
-        self._tell(KeeperNews(name, KeeperState.DIED, now - born, str(death), self._deaths, pause))
-        self._pause(pause)
+        lived_s, deaths = now - started_at, self._deaths
+        self._report(KeeperEvent(name, KeeperState.DIED, lived_s, str(death), deaths, pause_s))
+        self._pause(pause_s)
 
     def _watch(self) -> WorkerError:
         """Return the cause of death once the worker dies or hangs."""
-        answered = asked = self._clock()
+        asked = self._clock()
+        answered = asked
         while True:
             self._pause(CHECK_INTERVAL_S)
             try:
@@ -139,7 +127,7 @@ class WorkerKeeper:
             if self._clock() - asked < HEALTH_INTERVAL_S:
                 continue
             asked = self._clock()
-            if self._worker.healthy():
+            if self._worker.is_healthy():
                 answered = asked
             elif asked - answered >= MAX_UNHEALTHY_S:
                 name = self._worker.name
@@ -154,23 +142,25 @@ class Supervisor:
     """Keeps a set of workers running from `start` to `stop`; a context manager.
 
     Workers with the same name in `devices` load one after the other, because vLLM measures free
-    memory while it loads. `tell` is called from several threads.
+    memory while it loads. `report` is called from several threads.
     """
 
     def __init__(
         self,
-        workers: Sequence[Keepable],
-        tell: Callable[[KeeperNews], None],
+        workers: Sequence[Worker],
+        report: Callable[[KeeperEvent], None],
         *,
         devices: Sequence[str | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stopping = threading.Event()
-        turns: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        load_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._threads = []
         for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
-            turn = None if device is None else turns[device]
-            keeper = WorkerKeeper(worker, tell, wait=self._stopping.wait, turn=turn, clock=clock)
+            load_lock = None if device is None else load_locks[device]
+            keeper = WorkerKeeper(
+                worker, report, wait=self._stopping.wait, load_lock=load_lock, clock=clock
+            )
             # A daemon, so that a second Ctrl-C exits at once; the guards kill the workers.
             self._threads.append(
                 threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_sched.workers.flags import expanded, fields
+from vllm_sched.workers.flags import json_object, with_config_file
 
 # vLLM's classes by connector, compatible within a line; the first installed one is used.
 CLASSES: Mapping[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ SEVERAL, PARTS_KEY, EXTRA_KEY = "MultiConnector", "connectors", "kv_connector_ex
 OFFLOADING, OFFLOADING_FLAG = "OffloadingConnector", "--kv-offloading-size"
 
 
-def parts_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def connector_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the configurations of a worker's connectors; none if they are not in a list."""
     if config.get("kv_connector") != SEVERAL:
         return [config]
@@ -56,26 +56,26 @@ def parts_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
 
 
-def class_of(connector: str, mode: str = "pull") -> str:
+def connector_class(connector: str, mode: str = "pull") -> str:
     """Return vLLM's class for a connector; its newest name if none is installed."""
-    names = classes(connector, mode)
-    return next((name for name in names if name in _factory()), names[0])
+    names = connector_classes(connector, mode)
+    return next((name for name in names if name in _factory_source()), names[0])
 
 
-def classes(connector: str, mode: str = "pull") -> tuple[str, ...]:
+def connector_classes(connector: str, mode: str = "pull") -> tuple[str, ...]:
     """Return vLLM's classes for a connector, all compatible with each other."""
     return CLASSES["nixl push" if mode == "push" else connector]
 
 
-def missing(connector: str, mode: str = "pull") -> str:
+def missing_requirement(connector: str, mode: str = "pull") -> str:
     """Return the vLLM class or package that a connector lacks here, or an empty text.
 
     Without vLLM nothing is missing: the start of a worker reports that.
     """
-    if not (known := _factory()):
+    if not (known_classes := _factory_source()):
         return ""
-    if f'"{class_of(connector, mode)}"' not in known:
-        return f"the vLLM installed here has no {class_of(connector, mode)}"
+    if f'"{connector_class(connector, mode)}"' not in known_classes:
+        return f"the vLLM installed here has no {connector_class(connector, mode)}"
     packages = PACKAGES.get(connector, ())
     if packages and not any(map(_importable, packages)):
         return f"the package {packages[0]} is not installed here"
@@ -87,29 +87,30 @@ def _importable(package: str) -> bool:
 
 
 @functools.cache
-def _factory() -> str:
+def _factory_source() -> str:
     """Return the source of vLLM's connector registry, because importing it takes seconds."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
         return ""
-    file = Path(found.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
+    file = Path(vllm.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
     return file.read_text() if file.is_file() else ""
 
 
-def layout_of(args: Sequence[str], env: Mapping[str, str]) -> str:
+def kv_layout(args: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the KV cache layout of a NIXL worker; empty if the worker can convert layouts.
 
     NIXL has a default layout of its own.
     """
-    if any(part.get("enable_permute_local_kv") for part in parts_of(own_config(args) or {})):
+    parts = connector_parts(user_config(args) or {})
+    if any(part.get("enable_permute_local_kv") for part in parts):
         return ""
     layout = env.get(LAYOUT) or USUAL_LAYOUT
     return LAYOUTS.get(layout, layout)
 
 
-def own_config(args: Sequence[str]) -> dict[str, Any] | None:
+def user_config(args: Sequence[str]) -> dict[str, Any] | None:
     """Return the user's --kv-transfer-config, whole or by keys; empty if it is not a JSON object.
 
     To vLLM, a single key replaces all that was written before it.
     """
-    return fields(expanded(args), CONFIG_FLAG)
+    return json_object(with_config_file(args), CONFIG_FLAG)

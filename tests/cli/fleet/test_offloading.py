@@ -93,7 +93,7 @@ def test_what_cannot_work_is_refused(
 
 def test_own_configuration_with_both_connectors_is_accepted(tmp_path: Path) -> None:
     fleet.read(written(tmp_path, entry("prefill", several(NIXL, TIER)), DECODE))
-    assert not transfer.parts_of({"kv_connector": "MultiConnector"})
+    assert not transfer.connector_parts({"kv_connector": "MultiConnector"})
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

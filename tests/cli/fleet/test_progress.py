@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.workers.supervise import KeeperNews, KeeperState
+from vllm_sched.workers.supervise import KeeperEvent, KeeperState
 
 LOGS = {"a": Path("/logs/a.log"), "b": Path("/logs/b.log")}
 CRASH = "a died with exit code 3; the end of its log:\none\ntwo"
@@ -23,31 +23,31 @@ class Clock:
         return self.now
 
 
-def printed(*news: KeeperNews, terminal: bool = False, width: int = 200) -> str:
+def printed(*event: KeeperEvent, terminal: bool = False, width: int = 200) -> str:
     """Return the output for these events, one second apart."""
     console = Console(
         file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, height=50
     )
     clock = Clock()
     with Progress(console, LOGS, clock) as progress:
-        for item in news:
+        for item in event:
             clock.now += 1
             progress.show(item)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def died(deaths: int, again_s: float = 1.0) -> KeeperNews:
-    return KeeperNews("a", KeeperState.DIED, 12.3, CRASH, deaths, again_s)
+def died(deaths: int, again_s: float = 1.0) -> KeeperEvent:
+    return KeeperEvent("a", KeeperState.DIED, 12.3, CRASH, deaths, again_s)
 
 
 def test_output_without_a_terminal_is_plain_lines() -> None:
     text = printed(
-        KeeperNews("a", KeeperState.QUEUED),
-        KeeperNews("a", KeeperState.STARTING),
-        KeeperNews("b", KeeperState.STARTING),
-        KeeperNews("b", KeeperState.READY, 20.4),
-        KeeperNews("a", KeeperState.READY, 30.6),
+        KeeperEvent("a", KeeperState.QUEUED),
+        KeeperEvent("a", KeeperState.STARTING),
+        KeeperEvent("b", KeeperState.STARTING),
+        KeeperEvent("b", KeeperState.READY, 20.4),
+        KeeperEvent("a", KeeperState.READY, 30.6),
     )
     assert text.splitlines() == [
         "a: starting; log: /logs/a.log",
@@ -57,11 +57,11 @@ def test_output_without_a_terminal_is_plain_lines() -> None:
         "all 2 workers are ready after 5 s",
     ]
     # Lines are not wrapped, and the end is printed.
-    narrow = printed(KeeperNews("a", KeeperState.STARTING), width=10)
+    narrow = printed(KeeperEvent("a", KeeperState.STARTING), width=10)
     assert narrow == "a: starting; log: /logs/a.log\n"
-    ready = [KeeperNews(name, KeeperState.READY, 1.0) for name in ("a", "b", "a")]
+    ready = [KeeperEvent(name, KeeperState.READY, 1.0) for name in ("a", "b", "a")]
     assert printed(*ready).count("all 2 workers are ready") == 1
-    stopped = printed(*(KeeperNews(name, KeeperState.STOPPED) for name in "ab"))
+    stopped = printed(*(KeeperEvent(name, KeeperState.STOPPED) for name in "ab"))
     assert stopped == "all workers have stopped\n"
 
 
@@ -80,10 +80,10 @@ def test_first_death_and_crash_loop_show_the_log() -> None:
 
 def test_terminal_shows_a_table_until_all_are_ready() -> None:
     text = printed(
-        KeeperNews("a", KeeperState.STARTING),
+        KeeperEvent("a", KeeperState.STARTING),
         died(1),
-        KeeperNews("a", KeeperState.READY, 7.0),
-        KeeperNews("b", KeeperState.READY, 9.0),
+        KeeperEvent("a", KeeperState.READY, 7.0),
+        KeeperEvent("b", KeeperState.READY, 9.0),
         died(1),
         terminal=True,
     )
@@ -101,4 +101,4 @@ def test_closed_output_is_not_an_error(error: BaseException) -> None:
             raise error
 
     progress = Progress(Console(file=Gone(), force_terminal=False), LOGS)
-    progress.show(KeeperNews("a", KeeperState.STARTING))
+    progress.show(KeeperEvent("a", KeeperState.STARTING))

@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that a CPU build with NIXL is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
-    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector" "ExampleConnector"')
+    monkeypatch.setattr(transfer, "_factory_source", lambda: '"NixlConnector" "ExampleConnector"')
     monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
 
 
@@ -376,7 +376,11 @@ def test_external_workers_need_no_transfer_settings(tmp_path: Path, connector: s
 @pytest.mark.parametrize(
     ("name", "found", "message"),
     [
-        ("_factory", '"ExampleConnector" "NixlPushConnector"', "the vLLM installed here has no"),
+        (
+            "_factory_source",
+            '"ExampleConnector" "NixlPushConnector"',
+            "the vLLM installed here has no",
+        ),
         ("_importable", "", "the package nixl is not installed here"),
     ],
 )
@@ -399,7 +403,7 @@ def test_missing_package_of_a_listed_connector_is_refused(
     pytest.importorskip("vllm")
     monkeypatch.undo()
     monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
-    args = [own(transfer.class_of(connector), engine_id="p")] if in_file else []
+    args = [own(transfer.connector_class(connector), engine_id="p")] if in_file else []
     env = {"LMCACHE_CONFIG_FILE": "/lmcache.yaml"}
     ends = entry("prefill", *args, env=env), entry("decode", *args, env=env)
     line = program.refusal("up", written(tmp_path, *ends, transfer=connector))

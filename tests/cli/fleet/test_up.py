@@ -151,7 +151,7 @@ def test_interrupt_before_the_router_handles_signals_exits_with_130(
 def test_wiring_of_transfer_workers_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
-    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
+    monkeypatch.setattr(transfer, "_factory_source", lambda: '"NixlConnector"')
     run_instead_of_router(monkeypatch, lambda _: 0)
     ends = launched("p", role="prefill"), launched("d", role="decode")
     printed = program("up", written(tmp_path, *ends, transfer="nixl")).err

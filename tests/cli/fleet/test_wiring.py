@@ -20,7 +20,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
     text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
-    monkeypatch.setattr(transfer, "_factory", lambda: text)
+    monkeypatch.setattr(transfer, "_factory_source", lambda: text)
     monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
 
 
@@ -117,7 +117,7 @@ def test_users_config_file_wins(tmp_path: Path) -> None:
     assert value(made, "--block-size") == "64"
     assert "--kv-transfer-config" not in made.flags
     own = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    assert transfer.own_config(args) == own
+    assert transfer.user_config(args) == own
 
 
 def test_connectors_with_an_address() -> None:

@@ -21,7 +21,8 @@ from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 def cached_play() -> Iterator[None]:
     """Simulate each regime once for all tests, with half of the usual requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threshold, "play", cache(partial(threshold.play, requests=20_000)))
+        simulate = cache(partial(threshold.simulate_backlog, requests=20_000))
+        patch.setattr(threshold, "simulate_backlog", simulate)
         yield
 
 
@@ -91,8 +92,8 @@ def test_run_threshold_matches_the_policys_max_delay(regimes: Callable[..., Regi
     longest = regimes(*slow, "--max-delay-ms", "60000")["separate prefills"]
     assert 1 < run < longest["run"]
     regime = Regime(**longest["regime"])
-    assert regime.hold(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
-    assert regime.hold(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
+    assert regime.hold_seconds(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
+    assert regime.hold_seconds(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
     assert regimes(*slow, "--max-delay-ms", "0")["separate prefills"]["run"] == 1
 
 

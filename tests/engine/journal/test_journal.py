@@ -20,7 +20,7 @@ from tests.engine.schedulers import (
     sliding_window,
 )
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
-from vllm_sched.engine.journal import known_requests
+from vllm_sched.engine.journal import journal_requests
 from vllm_sched.engine.journal.journal import Journal, StepMessage
 from vllm_sched.engine.journal.scheduler import journal_of
 
@@ -299,7 +299,7 @@ def test_an_early_name_is_used_once() -> None:
 
 
 def test_names_of_requests_that_never_arrive_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_requests, "MAX_EARLY_NAMES", 2)
+    monkeypatch.setattr(journal_requests, "MAX_EARLY_NAMES", 2)
     bench = Journaled()
     for client_id in ("a", "b", "c"):
         bench.journal.name(client_id, client_id.encode())

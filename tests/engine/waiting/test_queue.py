@@ -10,7 +10,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.request import Request
 
 from tests.engine.schedulers import make_request
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.engine.waiting.queue import MAX_RETRIES, LaneQueue
 from vllm_sched.policies.types import Gate
 
@@ -40,7 +40,7 @@ class FakeRules:
     def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
         return (self.urgency[lane],)
 
-    def due(self, request: Request, since: float) -> float:
+    def deadline(self, request: Request, since: float) -> float:
         return since + self.left_s.get(request.num_tokens, 0.0)
 
     def adapter_without_slot(self, _: Request) -> int:
@@ -214,7 +214,7 @@ def test_preempted_head_keeps_the_wait_of_its_lane() -> None:
     assert rules.waits == [40.0]
     # Its own wait is recorded.
     queue.end_step()
-    assert queue.entered[preempted][0] == 30.0
+    assert queue.admitted_last_step[preempted].entry.since == 30.0
 
 
 # Requests that change their lane
@@ -233,7 +233,7 @@ def test_few_of_many_requests_with_a_new_lane_move_per_step() -> None:
     assert admit_all(queue) == requests
     assert not len(queue)
     queue.end_step()
-    assert {lane for _, lane in queue.entered.values()} == {("short",)}
+    assert {place.lane for place in queue.admitted_last_step.values()} == {("short",)}
 
 
 @pytest.mark.parametrize(
@@ -295,10 +295,10 @@ def test_refused_request_is_remembered_until_it_enters(stopped: bool) -> None:
         queue.stop_scan()
     for now in (1.0, 2.0):
         queue.end_step()
-        assert queue.refused is (None if stopped else request)
+        assert queue.kv_blocked is (None if stopped else request)
         queue.begin_step(now)
     queue.pop_request()
-    assert queue.refused is None
+    assert queue.kv_blocked is None
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
@@ -307,7 +307,7 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     rules, queue, requests = queue_of(5, 20, 30, 6, by_priority=by_priority)
     rules.urgency["long",] = -1.0
     queue.begin_step(1.0)
-    queue.refused = requests[1]
+    queue.kv_blocked = requests[1]
     rules.now = 3.0
     assert queue.peek_request() is requests[1]
     queue.stop_scan()
@@ -316,9 +316,9 @@ def test_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: b
     queue.prepend_requests([requests[1]])
     assert not queue
     queue.end_step()
-    assert queue.refused is requests[1]
+    assert queue.kv_blocked is requests[1]
     assert queue.may_begin(requests[1])
-    assert not queue.entered
+    assert not queue.admitted_last_step
     assert list(queue) == requests
     queue.begin_step(4.0)
     assert [queue.lane_counts.by_policy[0][lane].waited for lane in ("short", "long")] == [4.0, 4.0]
@@ -332,14 +332,14 @@ def test_held_request_counts_for_all_policies_except_the_holding_one() -> None:
         first, second = queue.lane_counts.by_policy
         return first["short"].held, first["long"].held, second[""].held
 
-    queue.lane_counts.note_gate(("long", ""), 0)
+    queue.lane_counts.record_gate(("long", ""), 0)
     queue.begin_step(1.0)
     assert held() == (0, 0, 2)
-    queue.lane_counts.note_gate(("long", ""), 1)
-    queue.lane_counts.note_gate(("short", ""), 0)
+    queue.lane_counts.record_gate(("long", ""), 1)
+    queue.lane_counts.record_gate(("short", ""), 0)
     queue.recount_held()
     assert held() == (0, 2, 1)
-    queue.lane_counts.note_gate(("short", ""), None)
+    queue.lane_counts.record_gate(("short", ""), None)
     queue.begin_step(2.0)
     assert held() == (0, 2, 0)
     assert queue.lane_counts.by_policy[0]["long"].admissible == 0
@@ -366,7 +366,7 @@ def test_blocked_request_does_not_count_as_admissible() -> None:
     queue.prepend_request(away)
     queue.end_step()
     # A blocked request held by a policy counts only as held.
-    queue.lane_counts.note_gate(("short",), 1)
+    queue.lane_counts.record_gate(("short",), 1)
     queue.begin_step(2.0)
     assert (count.held, count.barred, count.admissible) == (2, 0, 0)
     for step in range(3, 12):

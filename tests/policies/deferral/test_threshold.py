@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.threshold import recommended
 from vllm_sched.policies.deferral import threshold

@@ -173,7 +173,7 @@ def _checkpoints(key: ProfileKey) -> list[Checkpoint]:
 def _profile(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Profile:
     size = _size(key, checkpoint, experts)
     seconds = _estimator(key, checkpoint, experts)
-    shapes = [s for s in sample_shapes() if not (checkpoint.latent and s.mixed)]
+    shapes = [s for s in sample_shapes() if not (checkpoint.latent and s.kind == "mixed")]
     sampled = [TimedStep(shape, seconds(shape)) for shape in shapes]
     time = fit(sampled)
     return Profile(
@@ -361,7 +361,7 @@ def named_by(text: str) -> list[str]:
     Another text is returned as it is.
     """
     try:
-        return profiles.named_by(text)
+        return profiles.matching_names(text)
     except profiles.NotBuiltInError as error:
         _require_source(error)
         key = error.key

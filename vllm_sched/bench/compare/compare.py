@@ -17,7 +17,7 @@ from vllm_sched.bench.compare.runner import Round, play
 from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
 from vllm_sched.bench.results import engine_trace
 from vllm_sched.files import write_whole
-from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing, worker
+from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, trace_variables, worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -107,7 +107,7 @@ def contender(
     env = None
     if trace is not None:
         flags += trace_flags(side.extra)
-        env = tracing(trace)
+        env = trace_variables(trace)
     started = worker(side, model=plan.model, flags=flags, name=role, env=env)
     return Contender(role, side.label, started, facts, trace=trace)
 

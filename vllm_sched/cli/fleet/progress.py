@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from rich.live import Live
 from rich.table import Table
 
-from vllm_sched.workers.supervise import KeeperNews, KeeperState
+from vllm_sched.workers.supervise import KeeperEvent, KeeperState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class _Row:
 
 
 class Progress:
-    """Shows `KeeperNews` from any thread; a context manager around the whole run."""
+    """Shows `KeeperEvent` from any thread; a context manager around the whole run."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Progress:
         self._lock = threading.Lock()
         self._live: Live | None = None
 
-    def show(self, news: KeeperNews) -> None:
+    def show(self, event: KeeperEvent) -> None:
         with self._lock, suppress(*READER_ERRORS):
-            row = self._rows[news.worker]
-            row.state, row.since = news.state, self._clock()
-            row.took = news.seconds if news.state is KeeperState.READY else None
-            self._write(news)
-            if news.state is KeeperState.READY and not row.ready:
+            row = self._rows[event.worker]
+            row.state, row.since = event.state, self._clock()
+            row.took = event.seconds if event.state is KeeperState.READY else None
+            self._write(event)
+            if event.state is KeeperState.READY and not row.ready:
                 row.ready = True
                 if all(each.ready for each in self._rows.values()):
                     self._all_ready()
@@ -69,15 +69,15 @@ class Progress:
         with self._lock, suppress(*READER_ERRORS):
             self._line(text, "dim")
 
-    def _write(self, news: KeeperNews) -> None:
-        name = news.worker
-        if news.state is KeeperState.DIED:
-            self._line(_death_text(news, self._logs[name]), "red")
+    def _write(self, event: KeeperEvent) -> None:
+        name = event.worker
+        if event.state is KeeperState.DIED:
+            self._line(_death_text(event, self._logs[name]), "red")
         elif self._live is None:
-            if news.state is KeeperState.STARTING:
+            if event.state is KeeperState.STARTING:
                 self._line(f"{name}: starting; log: {self._logs[name]}", "dim")
-            elif news.state is KeeperState.READY:
-                self._line(f"{name}: ready after {news.seconds:.0f} s", "green")
+            elif event.state is KeeperState.READY:
+                self._line(f"{name}: ready after {event.seconds:.0f} s", "green")
 
     def _all_ready(self) -> None:
         self._end_live()
@@ -121,11 +121,11 @@ class Progress:
             self._end_live()
 
 
-def _death_text(news: KeeperNews, log: Path) -> str:
-    what, *tail = news.error.splitlines()
+def _death_text(event: KeeperEvent, log: Path) -> str:
+    what, *tail = event.error.splitlines()
     what = what.removesuffix("; the end of its log:")
     loop = (
-        f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= CRASH_LOOP_DEATHS else ""
+        f"crash loop, {event.deaths} deaths in a row: " if event.deaths >= CRASH_LOOP_DEATHS else ""
     )
-    head = f"{loop}{what} after {news.seconds:.0f} s; restart in {news.again_s:g} s; log: {log}"
-    return "\n    ".join([head, *tail]) if news.deaths in (1, CRASH_LOOP_DEATHS) else head
+    head = f"{loop}{what} after {event.seconds:.0f} s; restart in {event.again_s:g} s; log: {log}"
+    return "\n    ".join([head, *tail]) if event.deaths in (1, CRASH_LOOP_DEATHS) else head

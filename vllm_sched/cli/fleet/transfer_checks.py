@@ -12,8 +12,8 @@ from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfi
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
 from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.ends import differences
-from vllm_sched.workers.flags import expanded, last, names, number
+from vllm_sched.workers.flags import flag_names, int_value, last_value, with_config_file
+from vllm_sched.workers.transfer_compatibility import incompatible_flags
 
 LENGTH_FLAG, MAX_PORT_DIGITS = "--max-model-len", len(str(LAST_PORT))
 VLLM_LEASE_S = 30.0  # vLLM's default
@@ -85,7 +85,7 @@ def _pair_problems(
         )
     if moved_by.connector == "nixl":
         layout, other = (
-            transfer.layout_of(end.launch.args, end.launch.env) for end in (second, first)
+            transfer.kv_layout(end.launch.args, end.launch.env) for end in (second, first)
         )
         if layout and other and layout != other:
             yield second.problem(
@@ -93,7 +93,7 @@ def _pair_problems(
                 f"{layout}: {first.label} has {other}, and NIXL needs equal KV cache layouts; give "
                 "both the same layout, or neither",
             )
-    for flag, value, other in differences(second.launch.args, first.launch.args, model=ours):
+    for flag, value, other in incompatible_flags(second.launch.args, first.launch.args, model=ours):
         yield second.problem(
             "args",
             f"{flag} {value or '(none)'}: {first.label} has {other or 'none'}, and a KV cache can "
@@ -123,7 +123,7 @@ def _is_port(text: str) -> bool:
 
 
 def _folder_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
-    if moved_by.path is None and any(transfer.own_config(end.launch.args) is None for end in ends):
+    if moved_by.path is None and any(transfer.user_config(end.launch.args) is None for end in ends):
         yield Problem(
             "transfer.path",
             "is missing: shared-storage keeps its files in a folder that all workers can read; "
@@ -139,14 +139,14 @@ def _chunk_problems(end: LaunchedEnd) -> Iterator[Problem]:
             f"{', '.join(end.launch.policies)}: policies may split a prompt into chunks, and "
             "shared-storage keeps only the last chunk; leave them out",
         )
-    args = expanded(end.launch.args)
-    if "--enable-chunked-prefill" in names(args):
+    args = with_config_file(end.launch.args)
+    if "--enable-chunked-prefill" in flag_names(args):
         yield end.problem(
             "args",
             "--enable-chunked-prefill: shared-storage keeps only the last chunk of a prompt; "
             "leave it out",
         )
-    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LENGTH_FLAG))
+    budget, longest = (int_value(args, name) for name in ("--max-num-batched-tokens", LENGTH_FLAG))
     if budget is not None and longest is not None and budget < longest:
         yield end.problem(
             "args",
@@ -162,7 +162,7 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
         if end.worker.role != "prefill":
             continue
         name = end.worker.name
-        engines = number(expanded(end.launch.args), "--data-parallel-size") or 1
+        engines = int_value(with_config_file(end.launch.args), "--data-parallel-size") or 1
         if engines > 1:
             yield end.problem(
                 "args",
@@ -191,7 +191,7 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
 def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
     """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
     for end in ends:
-        if transfer.own_config(end.launch.args) is not None:
+        if transfer.user_config(end.launch.args) is not None:
             continue
         env = {**os.environ, **end.launch.env}  # the worker's environment
         if all(env.get(name, "").lower() in UNSET_VALUES for name in STORE_VARIABLES):
@@ -203,7 +203,7 @@ def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
 
 
 def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
-    own = transfer.own_config(end.launch.args)
+    own = transfer.user_config(end.launch.args)
     if own is None:
         return
     if own:
@@ -220,7 +220,7 @@ def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator
 def _mismatches(
     moved_by: TransferConfig, worker: WorkerConfig, own: Mapping[str, Any]
 ) -> Iterator[str]:
-    parts = transfer.parts_of(own)
+    parts = transfer.connector_parts(own)
     part = parts[0] if parts else own
     is_nested = part is not own
     if is_nested and any("engine_id" in each for each in parts):
@@ -235,8 +235,8 @@ def _mismatches(
             f"{worker.name!r}, this worker's name; use that"
         )
     named = part.get("kv_connector")
-    if named not in transfer.classes(moved_by.connector, moved_by.mode):
-        wanted = transfer.class_of(moved_by.connector, moved_by.mode)
+    if named not in transfer.connector_classes(moved_by.connector, moved_by.mode):
+        wanted = transfer.connector_class(moved_by.connector, moved_by.mode)
         pushed = " with mode: push" if moved_by.mode == "push" else ""
         place = f" first in {transfer.SEVERAL}" if is_nested else ""
         yield (
@@ -269,10 +269,13 @@ def missing_connector(config: FleetConfig) -> Iterator[Problem]:
     """Yield a problem if launched workers need a connector that is not installed here."""
     yield from unsupported_offloading(config)
     moved_by = config.transfer
-    if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):
+    if moved_by is None:
+        return
+    if not (why := transfer.missing_requirement(moved_by.connector, moved_by.mode)):
         return
     if any(worker.launch and worker.role in transfer.ROLES for worker in config.workers):
-        have = [name for name in transfer.CLASSES if " " not in name and not transfer.missing(name)]
+        names = [name for name in transfer.CLASSES if " " not in name]
+        have = [name for name in names if not transfer.missing_requirement(name)]
         others = f"choose from {', '.join(have)}" if have else "install one"
         yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")
 
@@ -287,7 +290,7 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
             continue
         moved_by = draft.transfer if worker.role in transfer.ROLES else None
         size = settings.kv_offloading_size
-        flag = last(expanded(settings.args), transfer.OFFLOADING_FLAG)
+        flag = last_value(with_config_file(settings.args), transfer.OFFLOADING_FLAG)
         if flag is not None and (moved_by is not None or size is not None):
             yield Problem(
                 f"workers[{index}].launch.args",
@@ -296,7 +299,7 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
             )
         if size is None:
             continue
-        if transfer.own_config(settings.args) is not None:
+        if transfer.user_config(settings.args) is not None:
             yield Problem(
                 f"workers[{index}].{FIELD}",
                 f"{size:g}: launch.args has {transfer.CONFIG_FLAG} too; leave one of the two out",

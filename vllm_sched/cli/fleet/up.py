@@ -25,7 +25,7 @@ from vllm_sched.cli.fleet.transfer_checks import missing_connector
 from vllm_sched.cli.fleet.wiring import Wiring, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import CONFIG_FLAG, expanded, parse
+from vllm_sched.workers.flags import CONFIG_FLAG, parse, with_config_file
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.tiny_model import TINY
@@ -150,7 +150,7 @@ def _config_file_problems(path: str, worker: WorkerConfig) -> Iterator[Problem]:
     args = worker.launch.args if worker.launch else ()
     ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
     # vLLM makes an object of `--name.key value` and has that one replace ours.
-    given = {flag.whole for flag in parse(expanded(args))}
+    given = {flag.whole for flag in parse(with_config_file(args))}
     for name in sorted(ours.keys() & given):
         yield Problem(
             f"{path}.launch.args",

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.flags import expanded, last
+from vllm_sched.workers.flags import last_value, with_config_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
     if moved_by.connector == "shared-storage":
         flags.append(transfer.NO_CHUNKS_FLAG)
     summary = []
-    if (own := transfer.own_config(given.args)) is None:
+    if (own := transfer.user_config(given.args)) is None:
         config = setup.config
         summary.append(setup.summary)
         if gib := given.kv_offloading_size:
@@ -65,12 +65,13 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
     else:
         summary.append(f"{transfer.CONFIG_FLAG} as given")
         module = setup.config.get(transfer.MODULE_KEY)
-        if module and not any(part.get(transfer.MODULE_KEY) for part in transfer.parts_of(own)):
+        parts = transfer.connector_parts(own)
+        if module and not any(part.get(transfer.MODULE_KEY) for part in parts):
             summary.append(
                 f'set "{transfer.MODULE_KEY}": "{module}" in it, or NIXL\'s thread occupies a CPU'
             )
     if launch.on_cpu():
-        block = last(expanded(given.args), "--block-size") or transfer.CPU_BLOCK
+        block = last_value(with_config_file(given.args), "--block-size") or transfer.CPU_BLOCK
         flags += ["--block-size", block]
         summary.append(f"blocks of {block}")
     return Wiring(tuple(flags), setup.env, ", ".join(summary))
@@ -79,7 +80,8 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
 def _setup_of(
     moved_by: TransferConfig, worker: WorkerConfig, given: LaunchConfig
 ) -> ConnectorSetup:
-    name, role = transfer.class_of(moved_by.connector, moved_by.mode), transfer.ROLES[worker.role]
+    name = transfer.connector_class(moved_by.connector, moved_by.mode)
+    role = transfer.ROLES[worker.role]
     summary = f"{name} as {role}"
     config: dict[str, Any] = {"kv_connector": name, "kv_role": role}
     if launch.on_cpu():  # vLLM's default is the accelerator

@@ -23,10 +23,9 @@ from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost.calibration import Calibration, calibrate, nearest, ratios_to
-from vllm_sched.cost.fit import FEATURE_COEFFICIENTS, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.cost.profiles import USAGE, measured
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.step_time import STEP_KINDS, StepKind, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.sim.fleet.models import of_profile
@@ -40,7 +39,7 @@ from vllm_sched.workers.tiny_model import TINY, loadable
 DEADLINE_S: Final = 1800.0
 # With a larger error the linear model does not fit the worker, or the machine was busy.
 MAX_MEDIAN_ERROR: Final = 0.15
-KINDS: Final[dict[Kind, str]] = {
+KINDS: Final[dict[StepKind, str]] = {
     "decode": "decode alone", "prefill": "prefill alone", "mixed": "both",
 }  # fmt: skip
 ROWS: Final = (
@@ -238,7 +237,7 @@ def to_json(facts: Mapping[str, Any], found: Calibration, whole: WholePrompts) -
         "front_s": whole.front_s,
         "intervals": dict(found.intervals),
         "held_out_error": {
-            "all": found.error(), **{kind: found.error(kind) for kind in FEATURE_COEFFICIENTS},
+            "all": found.error(), **{kind: found.error(kind) for kind in STEP_KINDS},
         },
         "whole_prompts": [
             {**asdict(each), "expected_s": expected} for each, expected, _ in whole.errors()
@@ -271,7 +270,7 @@ def picture(model: str, found: Calibration) -> Chart:
                     [
                         (found.time.seconds(each.shape) * 1000, each.seconds * 1000)
                         for each in everything
-                        if kind_of(each.shape) == kind
+                        if each.shape.kind == kind
                     ],
                     dots=True,
                 )
@@ -322,7 +321,7 @@ def _print_distances(
     """Print how far the worker is from the nearest built-in profile, and from the named one."""
     steps = (*found.fitted, *found.held_out)
     same_size = [each for key, each in measured().items() if key.tp == gpus]
-    shown: dict[str, Mapping[Kind, float]] = {}
+    shown: dict[str, Mapping[StepKind, float]] = {}
     if (near := nearest(steps, same_size)) is not None:
         shown[f"nearest built-in profile: {near.profile.name}"] = near.ratios
     if profile is not None:
@@ -333,8 +332,8 @@ def _print_distances(
         console.print_text(text, "")
 
 
-def _residuals(found: Calibration, kind: Kind) -> list[str]:
-    steps = [e for e in (*found.fitted, *found.held_out) if kind_of(e.shape) == kind]
+def _residuals(found: Calibration, kind: StepKind) -> list[str]:
+    steps = [e for e in (*found.fitted, *found.held_out) if e.shape.kind == kind]
     times = [each.seconds * 1000 for each in steps]
     off = [abs(found.time.seconds(each.shape) / each.seconds - 1) for each in steps]
     error = found.error(kind)

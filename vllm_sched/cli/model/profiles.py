@@ -11,8 +11,8 @@ from rich.table import Table
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.output import Output
 from vllm_sched.cost import profiles
-from vllm_sched.cost.profile_fit import KINDS, FitError
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.profile_fit import FitError
+from vllm_sched.cost.step_time import STEP_KINDS, StepShape
 from vllm_sched.errors import UsageError
 
 NOTE: Final = (
@@ -79,7 +79,7 @@ def _matches(name: str, words: list[str]) -> bool:
 
 
 def _table(found: list[profiles.Profile]) -> Table:
-    errors = (f"{kind}\nerr %" for kind in KINDS)
+    errors = (f"{kind}\nerr %" for kind in STEP_KINDS)
     headings = ("KV, k", f"{MANY} dec\nms", "2k pre\nms", *errors)
     layout = plain_table(["profile"], headings, padding=(0, 1, 0, 0))
     for column in layout.columns:
@@ -92,7 +92,7 @@ def _table(found: list[profiles.Profile]) -> Table:
             f"{each.size.kv_tokens() / 1000:,.0f}",
             f"{decode * 1000:.3g}",
             f"{each.time.seconds(prompt) * 1000:.3g}",
-            *(_error(each.errors.get(kind), assumed=each.key is None) for kind in KINDS),
+            *(_error(each.errors.get(kind), assumed=each.key is None) for kind in STEP_KINDS),
         )
     return layout
 
@@ -104,6 +104,6 @@ def _error(error: FitError | None, *, assumed: bool) -> str:
 
 
 def _print_missing(console: Output, words: list[str]) -> None:
-    for key, why in profiles.missing().items():
+    for key, why in profiles.unavailable().items():
         if _matches(key.name, words):
             console.print_text(f"{key.name}: {why}", "")

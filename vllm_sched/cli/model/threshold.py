@@ -19,7 +19,7 @@ from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost import profiles
-from vllm_sched.cost.events import EventRun, play
+from vllm_sched.cost.backlog_simulation import BacklogRun, simulate_backlog
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
@@ -100,7 +100,7 @@ class Row:
     role: str
     k: int
     throughput: float
-    simulated: EventRun
+    simulated: BacklogRun
 
 
 @dataclass(frozen=True)
@@ -213,17 +213,19 @@ def _find(
         recursion=best,
         run=run,
         rows=tuple(
-            Row(role, k, exact.solve_for(k).throughput, play(regime, k, seed=args.seed))
+            Row(role, k, exact.solve_for(k).throughput, simulate_backlog(regime, k, seed=args.seed))
             for k, role in sorted(rows.items())
         ),
-        curve=tuple((k, exact.solve_for(k).throughput) for k in _drawn(regime.largest, list(rows))),
+        curve=tuple(
+            (k, exact.solve_for(k).throughput) for k in _drawn(regime.largest_threshold, list(rows))
+        ),
     )
 
 
-def _drawn(largest: int, wanted: Sequence[int]) -> list[int]:
+def _drawn(largest_threshold: int, wanted: Sequence[int]) -> list[int]:
     """Return the thresholds of the curve, closer together for small values."""
-    spread = {round(largest ** (n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
-    even = {max(1, round(largest * n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
+    spread = {round(largest_threshold ** (n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
+    even = {max(1, round(largest_threshold * n / POINTS_DRAWN)) for n in range(POINTS_DRAWN + 1)}
     return sorted({1, *spread, *even, *wanted})
 
 

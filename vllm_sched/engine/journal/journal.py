@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -10,11 +11,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request
 
-from vllm_sched.engine.journal.known_requests import KnownRequest, KnownRequests
+from vllm_sched.engine.journal.journal_requests import JournalRequest, JournalRequests
 from vllm_sched.engine.journal.resident_prefixes import CacheChanges, ResidentPrefixes
 
 
 class StepMessage(NamedTuple):
+    """A message about a step; `docs/journal.md` has its fields, in this order."""
+
     arrived: list[tuple[int, str, int]]
     named: list[tuple[int, bytes]]
     cleared: bool
@@ -38,124 +41,131 @@ NO_CHANGES: Final = CacheChanges(False, [], [])
 EMPTY: Final = StepMessage([], [], False, [], [], [], [], [], [], [], [], [])
 
 
+@dataclass(slots=True)
+class UnsentEvents:
+    """What happened since the last message, in the terms of `StepMessage`."""
+
+    arrived: list[tuple[int, str, int]] = field(default_factory=list)
+    named: list[tuple[int, bytes]] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    ended: list[tuple[JournalRequest, str]] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+
+
+class NewTokens(NamedTuple):
+    numbers: list[int]  # of requests
+    counts: list[int]  # of tokens, for each request
+    tokens: list[int]  # of all requests
+
+
 class Journal:
     def __init__(
         self,
-        known: KnownRequests,
+        requests: JournalRequests,
         prefixes: ResidentPrefixes | None,
         block_tokens: int,
         first_tokens: Mapping[str, list[int]] = NO_TOKENS,
     ) -> None:
         self.block_tokens = block_tokens
-        self._known = known
+        self._requests = requests
         self._first_tokens = first_tokens  # of continued requests, by id
         self._prefixes = prefixes  # None: prefix caching is off
-        self._arrived: list[tuple[int, str, int]] = []
-        self._named: list[tuple[int, bytes]] = []
-        self._preempted: list[int] = []
-        self._ended: list[tuple[KnownRequest, str]] = []
-        self._found: list[int] = []
+        self._events = UnsentEvents()
 
     def unfollow(self, error: Exception) -> None:
         if self._prefixes is not None:
             self._prefixes.fail(error)
 
     def record_arrival(self, request: Request) -> None:
-        earlier = self._known.running.get(request.request_id)
+        earlier = self._requests.running.get(request.request_id)
         if earlier is not None:
             if earlier.request is request or not earlier.has_ended:
                 return  # a session goes on
-            self._known.end(earlier)
-        known = self._known.add(request)
-        self._arrived.append((known.number, known.request_id, known.prompt_tokens))
-        if known.name:
-            self._named.append((known.number, known.name))
+            self._requests.end(earlier)
+        entry = self._requests.add(request)
+        self._events.arrived.append((entry.number, entry.request_id, entry.prompt_tokens))
+        if entry.name:
+            self._events.named.append((entry.number, entry.name))
 
     def name(self, client_id: str, name: bytes) -> None:
         """Give the requests with an X-Request-Id a name, for all readers."""
-        self._named += [(known.number, name) for known in self._known.name(client_id, name)]
+        for entry in self._requests.name(client_id, name):
+            self._events.named.append((entry.number, name))
 
     def record_schedule(self, output: SchedulerOutput) -> None:
-        running = self._known.running
+        running = self._requests.running
         if self._prefixes is not None:
             for new in output.scheduled_new_reqs:
-                if (known := running.get(new.req_id)) is not None:
-                    self._note_found(known, new.num_computed_tokens)
-                    self._prefixes.record_reuse(known, new.num_computed_tokens)
+                if (entry := running.get(new.req_id)) is not None:
+                    self._record_found(entry, new.num_computed_tokens)
+                    self._prefixes.record_reuse(entry, new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
-            if (known := running.get(request_id)) is not None:
-                self._preempted.append(known.number)
+            if (entry := running.get(request_id)) is not None:
+                self._events.preempted.append(entry.number)
 
-    def _note_found(self, known: KnownRequest, computed: int) -> None:
-        request = known.request
+    def _record_found(self, entry: JournalRequest, computed: int) -> None:
+        request = entry.request
         if request is None or request.skip_reading_prefix_cache:
             return
         stats = request.prefill_stats
         fetched = 0 if stats is None else stats.num_external_cached_tokens
-        self._found += known.number, max(computed - fetched, 0)
+        self._events.found += entry.number, max(computed - fetched, 0)
 
     def record_end(self, request: Request) -> None:
-        if (known := self._known.running.get(request.request_id)) is not None:
-            known.has_ended = True
-            self._ended.append((known, str(request.get_finished_reason())))
+        if (entry := self._requests.running.get(request.request_id)) is not None:
+            entry.has_ended = True
+            self._events.ended.append((entry, str(request.get_finished_reason())))
 
     def pop_step(self, outputs: Outputs = NO_OUTPUTS) -> StepMessage | None:
         """Return what happened since the last call, and the new tokens of `outputs`."""
-        numbers, counts, tokens = self._new_tokens(outputs)
-        ended, self._ended = self._ended, []
-        for known, _ in ended:
-            if known.request is not None:
-                self._known.end(known)
+        new = self._new_tokens(outputs)
+        events, self._events = self._events, UnsentEvents()
+        for entry, _ in events.ended:
+            if entry.request is not None:
+                self._requests.end(entry)
         changes = NO_CHANGES if self._prefixes is None else self._prefixes.pop_changes()
-        arrived, self._arrived = self._arrived, []
-        named, self._named = self._named, []
-        preempted, self._preempted = self._preempted, []
-        found, self._found = self._found, []
         message = StepMessage(
-            arrived,
-            named,
+            events.arrived,
+            events.named,
             *changes,
-            numbers,
-            [] if len(tokens) == len(numbers) else counts,
-            tokens,
-            preempted,
-            [(known.number, reason) for known, reason in ended],
-            self._known.pop_unneeded(),
-            found,
+            new.numbers,
+            [] if len(new.tokens) == len(new.numbers) else new.counts,
+            new.tokens,
+            events.preempted,
+            [(entry.number, reason) for entry, reason in events.ended],
+            self._requests.pop_unneeded(),
+            events.found,
         )
         return None if message == EMPTY else message
 
-    def _new_tokens(self, outputs: Outputs) -> tuple[list[int], list[int], list[int]]:
-        """Return the requests' numbers, the count of tokens of each, and all tokens."""
-        numbers: list[int] = []
-        counts: list[int] = []
-        tokens: list[int] = []
-        running = self._known.running
+    def _new_tokens(self, outputs: Outputs) -> NewTokens:
+        new = NewTokens([], [], [])
+        running = self._requests.running
         for of_client in outputs.values():
             for output in of_client.outputs:
-                new = output.new_token_ids
-                if new and (known := running.get(output.request_id)) is not None:
-                    numbers.append(known.number)
-                    counts.append(len(new))
-                    tokens += new
-        return numbers, counts, tokens
+                tokens = output.new_token_ids
+                if tokens and (entry := running.get(output.request_id)) is not None:
+                    new.numbers.append(entry.number)
+                    new.counts.append(len(tokens))
+                    new.tokens.extend(tokens)
+        return new
 
     def snapshot(self) -> list[SnapshotRow]:
         """Return all known requests; right after `pop_step`, which notes what is pending."""
         return [
             (
-                known.number,
-                known.request_id,
-                known.prompt_tokens,
-                known.name,
-                known.resident_prefix(),
-                known.request is not None,
-                self._output_of(known),
+                entry.number,
+                entry.request_id,
+                entry.prompt_tokens,
+                entry.name,
+                entry.resident_prefix(),
+                entry.request is not None,
+                self._output_of(entry),
             )
-            for known in self._known.all()
+            for entry in self._requests
         ]
 
-    def _output_of(self, known: KnownRequest) -> list[int]:
-        if known.request is None:
+    def _output_of(self, entry: JournalRequest) -> list[int]:
+        if entry.request is None:
             return []
-        return [*self._first_tokens.get(known.request_id, ()), *known.request.output_token_ids]
+        return [*self._first_tokens.get(entry.request_id, ()), *entry.request.output_token_ids]

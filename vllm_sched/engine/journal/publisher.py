@@ -40,7 +40,7 @@ HEARTBEAT_S: Final = 1.0
 # A snapshot may take milliseconds of the engine's time.
 SNAPSHOT_PAUSE_S: Final = 0.5
 MAX_TOPIC_BYTES: Final = 64
-MAX_WANTED: Final = 256  # readers that wait for a snapshot
+MAX_REQUESTED_SNAPSHOTS: Final = 256  # readers that wait for a snapshot
 
 
 def read_key(file: str | None) -> bytes | None:
@@ -71,11 +71,11 @@ class Publisher:
         self.lock = threading.RLock()
         self.journal = journal
         self._key = key
-        self._run = os.urandom(8)
-        self._number = 0  # of the last step message
+        self._run_id = os.urandom(8)
+        self._last_number = 0  # of the last step message
         self._unsent: SimpleQueue[tuple[int, StepMessage] | None] = SimpleQueue()
         self._sent_at = time.monotonic()
-        self._wanted: set[bytes] = set()  # topics of snapshots
+        self._requested_snapshots: set[bytes] = set()  # topics of snapshots
         self._snapshot_at = -SNAPSHOT_PAUSE_S
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode_name = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
@@ -114,8 +114,8 @@ class Publisher:
         self._thread.join()
 
     def _publish(self, message: StepMessage) -> None:
-        self._number += 1
-        self._unsent.put((self._number, message))
+        self._last_number += 1
+        self._unsent.put((self._last_number, message))
 
     def _serve(self) -> None:
         try:
@@ -144,7 +144,7 @@ class Publisher:
         return True
 
     def _send(self, topic: bytes, number: int, payload: bytes) -> None:
-        frames = [topic, self._run + number.to_bytes(8, "big"), payload]
+        frames = [topic, self._run_id + number.to_bytes(8, "big"), payload]
         if self._key is not None:
             frames.append(hmac.digest(self._key, b"".join(frames), "sha256"))
         self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -155,15 +155,15 @@ class Publisher:
                 self.publish_step()
             if now - self._sent_at >= HEARTBEAT_S:
                 self._publish(self.journal.pop_step() or EMPTY)
-            if not self._wanted or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
+            if not self._requested_snapshots or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
                 return
             self.publish_step()
-            number, rows = self._number, self.journal.snapshot()
+            number, rows = self._last_number, self.journal.snapshot()
         payload = self._encode((self.journal.block_tokens, rows))
         self._snapshot_at = now
-        for topic in self._wanted:
+        for topic in self._requested_snapshots:
             self._send(topic, number, payload)
-        self._wanted.clear()
+        self._requested_snapshots.clear()
 
     def _read_requests(self) -> bool:
         """Read subscriptions to snapshots, and names of requests; return whether names came."""
@@ -177,9 +177,9 @@ class Publisher:
                 self._read_name(message)
                 named = True
             elif kind == UNSUBSCRIBE:
-                self._wanted.discard(content)
-            elif is_snapshot(content) and len(self._wanted) < MAX_WANTED:
-                self._wanted.add(content)
+                self._requested_snapshots.discard(content)
+            elif is_snapshot(content) and len(self._requested_snapshots) < MAX_REQUESTED_SNAPSHOTS:
+                self._requested_snapshots.add(content)
         return named
 
     def _read_name(self, message: bytes) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from vllm_sched.engine.journal.known_requests import KnownRequest, KnownRequests
+from vllm_sched.engine.journal.journal_requests import JournalRequest, JournalRequests
 
 
 class CacheChanges(NamedTuple):
@@ -27,16 +27,16 @@ class CacheChanges(NamedTuple):
 
 class ResidentPrefixes:
     def __init__(
-        self, pool: BlockPool, group: int, block_tokens: int, known: KnownRequests
+        self, pool: BlockPool, group: int, block_tokens: int, requests: JournalRequests
     ) -> None:
         self.cleared = False
         self._pool = pool
         self._group = group
         self._block_tokens = block_tokens
-        self._known = known
-        self._owners: dict[Any, tuple[KnownRequest, int]] = {}  # with the tokens before the block
-        self._removed: list[Any] = []  # hashes, some of which other blocks may still have
-        self._grown: dict[KnownRequest, None] = {}
+        self._requests = requests
+        self._owners: dict[Any, tuple[JournalRequest, int]] = {}  # with the tokens before the block
+        self._removed_hashes: list[Any] = []  # other blocks may still have some of them
+        self._grown_requests: dict[JournalRequest, None] = {}
         self._error: Exception | None = None
         self._follow()
 
@@ -45,7 +45,7 @@ class ResidentPrefixes:
         self._pool.prefixes = self
         blocks = self._pool.cached_block_hash_to_block
         blocks.__class__ = FollowedBlockMap
-        blocks.removed = self._removed
+        blocks.removed_hashes = self._removed_hashes
 
     def fail(self, error: Exception) -> None:
         """Follow no further; the next `pop_changes` raises the error."""
@@ -53,11 +53,11 @@ class ResidentPrefixes:
         self._pool.__class__ = BlockPool
         self._pool.cached_block_hash_to_block.__class__ = BlockHashToBlockMap
 
-    def record_reuse(self, known: KnownRequest, tokens: int) -> None:
+    def record_reuse(self, entry: JournalRequest, tokens: int) -> None:
         """Note the cached prefix with which a request starts."""
-        if tokens > known.resident:
-            known.resident = tokens
-            self._grown[known] = None
+        if tokens > entry.resident:
+            entry.resident = tokens
+            self._grown_requests[entry] = None
 
     def record_stored(
         self,
@@ -72,65 +72,68 @@ class ResidentPrefixes:
     ) -> None:
         """Note the blocks that are cached now, with the parameters of `cache_full_blocks`."""
         first, last = num_cached_blocks, num_full_blocks
-        known = self._known.running.get(request.request_id)
-        if known is None or kv_cache_group_id != self._group or first >= last:
+        entry = self._requests.running.get(request.request_id)
+        if entry is None or kv_cache_group_id != self._group or first >= last:
             return
         owners, block_tokens = self._owners, self._block_tokens
-        if first * block_tokens != known.stored:  # its first blocks, or those after a preemption
-            known.shares = []
-            if first and (shared := owners.get(blocks[first - 1].block_hash)) is not None:
-                known.add_share(shared[0], first * block_tokens)
+        if first * block_tokens != entry.stored:  # its first blocks, or those after a preemption
+            entry.shares = []
+            if first and (owner := owners.get(blocks[first - 1].block_hash)) is not None:
+                entry.add_share(owner[0], first * block_tokens)
         for number in range(first, last):
             block_hash = blocks[number].block_hash
             if block_hash is None:
                 continue
-            if (shared := owners.get(block_hash)) is None:
-                owners[block_hash] = known, number * block_tokens
-                known.owned_blocks += 1
+            if (owner := owners.get(block_hash)) is None:
+                owners[block_hash] = entry, number * block_tokens
+                entry.owned_blocks += 1
             else:
-                known.add_share(shared[0], (number + 1) * block_tokens)
-        known.stored = last * block_tokens
-        known.resident = last * block_tokens
-        self._grown[known] = None
+                entry.add_share(owner[0], (number + 1) * block_tokens)
+        entry.stored = last * block_tokens
+        entry.resident = last * block_tokens
+        self._grown_requests[entry] = None
 
     def reset(self) -> None:
         """Note that the cache is empty."""
-        self._removed.clear()
+        self._removed_hashes.clear()
         self._follow()
-        owners = {known for known, _ in self._owners.values()}
+        owners = {entry for entry, _ in self._owners.values()}
         self._owners.clear()
-        self._grown.clear()
-        for known in self._known.all():
-            known.resident = known.stored = known.owned_blocks = 0
-        for known in owners:
-            self._known.release_if_unneeded(known)
+        self._grown_requests.clear()
+        for entry in self._requests:
+            entry.resident, entry.stored, entry.owned_blocks = 0, 0, 0
+        for entry in owners:
+            self._requests.release_if_unneeded(entry)
         self.cleared = True
 
     def pop_changes(self) -> CacheChanges:
         if self._error is not None:
             raise self._error
-        evicted = self._pop_evictions() if self._removed else []
-        resident = [value for known in self._grown for value in (known.number, known.resident)]
-        self._grown.clear()
+        evicted = self._pop_evictions() if self._removed_hashes else []
+        resident: list[int] = []
+        for entry in self._grown_requests:
+            resident += entry.number, entry.resident
+        self._grown_requests.clear()
         cleared, self.cleared = self.cleared, False
         return CacheChanges(cleared, evicted, resident)
 
     def _pop_evictions(self) -> list[int]:
         cached = self._pool.cached_block_hash_to_block
-        starts: defaultdict[KnownRequest, list[int]] = defaultdict(list)
-        for block_hash in self._removed:
+        starts: defaultdict[JournalRequest, list[int]] = defaultdict(list)
+        for block_hash in self._removed_hashes:
             if cached.get_one_block(block_hash) is not None:
                 continue
-            if (owner := self._owners.pop(block_hash, None)) is not None:
-                starts[owner[0]].append(owner[1])
-        self._removed.clear()
+            if block_hash in self._owners:
+                owner, start = self._owners.pop(block_hash)
+                starts[owner].append(start)
+        self._removed_hashes.clear()
         evicted = []
-        for known, tokens in starts.items():
-            known.owned_blocks -= len(tokens)
-            known.resident = min(known.resident, *tokens)
-            self._known.release_if_unneeded(known)
+        for entry, tokens in starts.items():
+            entry.owned_blocks -= len(tokens)
+            entry.resident = min(entry.resident, *tokens)
+            self._requests.release_if_unneeded(entry)
             for start, end in _ranges(sorted(tokens), self._block_tokens):
-                evicted += [known.number, start, end]
+                evicted += [entry.number, start, end]
         return evicted
 
 
@@ -148,12 +151,12 @@ def _ranges(starts: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
 class FollowedBlockMap(BlockHashToBlockMap):
     """Notes each hash that vLLM removes."""
 
-    removed: list[Any]
+    removed_hashes: list[Any]
 
     def pop(self, key: Any, block_id: int) -> KVCacheBlock | None:
         block = super().pop(key, block_id)
         if block is not None:
-            self.removed.append(key)
+            self.removed_hashes.append(key)
         return block
 
 

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from vllm_sched.engine import policy_setup
 from vllm_sched.engine.journal.journal import NO_TOKENS, Journal
-from vllm_sched.engine.journal.known_requests import KnownRequests
+from vllm_sched.engine.journal.journal_requests import JournalRequests
 from vllm_sched.engine.journal.publisher import Publisher, read_key
 from vllm_sched.engine.journal.resident_prefixes import ResidentPrefixes
 from vllm_sched.engine.vllm_compat import UpstreamScheduler
@@ -86,9 +86,9 @@ class JournalMixin(UpstreamScheduler):
             self._publisher.close()
         super().shutdown()
 
-    def _record_in_journal(self, note: Callable[..., object], *args: object) -> None:
+    def _record_in_journal(self, record: Callable[..., object], *args: object) -> None:
         try:
-            note(*args)
+            record(*args)
         except Exception as error:
             logger.exception("the journal is off after an error; please report it")
             if self._publisher is not None:
@@ -103,11 +103,11 @@ def journal_of(scheduler: Scheduler) -> Journal:
     full = [isinstance(manager.kv_cache_spec, FullAttentionSpec) for manager in managers]
     group = full.index(True) if True in full else 0
     block_tokens = managers[group].block_size
-    known = KnownRequests()
+    requests = JournalRequests()
     prefixes = None
     if scheduler.cache_config.enable_prefix_caching:
         pool = scheduler.kv_cache_manager.block_pool
-        prefixes = ResidentPrefixes(pool, group, block_tokens, known)
+        prefixes = ResidentPrefixes(pool, group, block_tokens, requests)
     continued = getattr(scheduler, "_continued", None)
     first_tokens = NO_TOKENS if continued is None else continued.returned
-    return Journal(known, prefixes, block_tokens, first_tokens)
+    return Journal(requests, prefixes, block_tokens, first_tokens)

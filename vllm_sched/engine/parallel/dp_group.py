@@ -52,27 +52,27 @@ class DpGroup:
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         self._path = path
-        self._others = [other for other in range(size) if other != rank]
+        self._other_ranks = [number for number in range(size) if number != rank]
         self._start = rank * RANK_BYTES
-        self._map = _mapped(path, size * RANK_BYTES)
+        self._map = _map_file(path, size * RANK_BYTES)
         self._map[self._start : self._start + RANK_BYTES] = bytes(RANK_BYTES)
         self._newest = 0
-        self._open: deque[OpenStep] = deque(maxlen=RING_RECORDS)
+        self._open_steps: deque[OpenStep] = deque(maxlen=RING_RECORDS)
 
     def begin(self, step: int, scheduled_at: float, shape: StepShape) -> None:
         self._newest += 1
         opened = OpenStep(step, self._newest, scheduled_at, shape)
-        self._open.append(opened)
+        self._open_steps.append(opened)
         self._write(opened, math.inf)
         NEWEST.pack_into(self._map, self._start, self._newest)
 
     def end(self, step: int, end: float) -> None:
-        while self._open and self._open[0].step <= step:
-            self._write(self._open.popleft(), end)
+        while self._open_steps and self._open_steps[0].step <= step:
+            self._write(self._open_steps.popleft(), end)
 
     def other_shapes_at(self, time: float) -> list[StepShape]:
-        found = (self._shape_at(rank * RANK_BYTES, time) for rank in self._others)
-        return [shape for shape in found if shape is not None]
+        shapes = (self._shape_at(rank * RANK_BYTES, time) for rank in self._other_ranks)
+        return [shape for shape in shapes if shape is not None]
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -83,20 +83,20 @@ class DpGroup:
             opened.number, opened.scheduled_at, end, shape.prefill_tokens, shape.pairs,
             shape.decodes, shape.context_tokens, shape.prompts, shape.read_tokens,
         )  # fmt: skip
-        at = _place(self._start, opened.number)
-        self._map[at : at + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
+        offset = _record_offset(self._start, opened.number)
+        self._map[offset : offset + RECORD_BYTES] = fields + CHECKSUM.pack(zlib.crc32(fields))
 
     def _shape_at(self, start: int, time: float) -> StepShape | None:
         (newest,) = NEWEST.unpack_from(self._map, start)
         shape = None
         for number in range(newest, max(newest - RING_RECORDS, 0), -1):
-            at = _place(start, number)
-            fields = self._map[at : at + FIELDS.size]
-            (checksum,) = CHECKSUM.unpack_from(self._map, at + FIELDS.size)
+            offset = _record_offset(start, number)
+            fields = self._map[offset : offset + FIELDS.size]
+            (checksum,) = CHECKSUM.unpack_from(self._map, offset + FIELDS.size)
             if checksum != zlib.crc32(fields):
                 continue
-            found, scheduled_at, end, *counts = FIELDS.unpack(fields)
-            if found != number or end <= time or scheduled_at < time - MAX_STEP_S:
+            record_number, scheduled_at, end, *counts = FIELDS.unpack(fields)
+            if record_number != number or end <= time or scheduled_at < time - MAX_STEP_S:
                 break
             if scheduled_at <= time:
                 shape = StepShape(*counts)
@@ -134,18 +134,18 @@ def _path(parallel: ParallelConfig) -> Path:
     return folder / f"vllm-sched-ranks-{name}"
 
 
-def _place(start: int, number: int) -> int:
+def _record_offset(start: int, number: int) -> int:
     return start + NEWEST.size + number % RING_RECORDS * RECORD_BYTES
 
 
-def _mapped(path: Path, size: int) -> mmap.mmap:
+def _map_file(path: Path, size: int) -> mmap.mmap:
     """Map a file; refuse a link or another user's file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
+        file = os.fstat(descriptor)
+        if file.st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to another user")
-        if found.st_size < size:
+        if file.st_size < size:
             # A later write without memory would kill the process.
             os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)

@@ -10,9 +10,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine.steps.hooks import PolicyHooks
-from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
+from vllm_sched.engine.steps.prefix_lookups import PrefixCacheLookups
 from vllm_sched.engine.steps.slots import admits_requests
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.engine.waiting.lora_slots import LoraSlots
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Gate
@@ -33,16 +33,17 @@ class Admission:
         *,
         num_policies: int,
         clock: Callable[[], float],
-        note_gate: Callable[[LaneKey, int | None], None],
+        record_gate: Callable[[LaneKey, int | None], None],
     ) -> None:
         self._scheduler = scheduler
         self._hooks = hooks
         self._prefixes = prefixes
         self._num_policies = num_policies
-        self._note_gate = note_gate
-        self._lanes: dict[str, LaneKey] | None = None  # of waiting requests, in this step
+        self._record_gate = record_gate
+        # Of waiting requests; None between steps.
+        self._lanes_in_step: dict[str, LaneKey] | None = None
         self._num_running = 0  # requests in `running` that the policies know
-        self.has_deadlines = bool(hooks.due)
+        self.has_deadlines = bool(hooks.deadline)
         self._idle = False  # nothing runs or loads KV: every gate is open
         lora = scheduler.lora_config
         self.lora_slots = None if lora is None else LoraSlots(lora.max_loras)
@@ -56,7 +57,7 @@ class Admission:
     def begin_step(self, now: float) -> None:
         scheduler = self._scheduler
         running = scheduler.running
-        self._lanes = {}
+        self._lanes_in_step = {}
         self._prefixes.begin_step(now)
         self._num_running = len(running)
         if self.lora_slots is not None:
@@ -67,7 +68,7 @@ class Admission:
         self._idle = not running and len(scheduler.kv_holding_waiting) <= asleep
 
     def end_step(self) -> None:
-        self._lanes = None
+        self._lanes_in_step = None
         self.queue.end_step()
 
     def next_to_enter(self) -> Request | None:
@@ -97,7 +98,7 @@ class Admission:
         slots.record_skip(request)
         return True
 
-    def note_admissions(self) -> None:
+    def record_admissions(self) -> None:
         running = self._scheduler.running
         if len(running) == self._num_running:
             return
@@ -110,34 +111,36 @@ class Admission:
 
     def lanes_of(self, request: Request) -> LaneKey:
         # The queue asks often. Lanes that do not depend on the prefix cache hold for the step.
-        known = self._lanes
-        if known is not None and (lanes := known.get(request.request_id)) is not None:
-            return lanes
+        lanes_in_step = self._lanes_in_step
+        if lanes_in_step is not None:
+            lanes = lanes_in_step.get(request.request_id)
+            if lanes is not None:
+                return lanes
         looked_up = False
 
         def cached() -> int:
             nonlocal looked_up
             looked_up = True
-            return self._prefixes.tokens(request)
+            return self._prefixes.cached_tokens(request)
 
         names = [""] * self._num_policies
         for number, lane in self._hooks.lane:
             names[number] = lane(request, cached)
         lanes = tuple(names)
-        if known is not None and not looked_up:
-            known[request.request_id] = lanes
+        if lanes_in_step is not None and not looked_up:
+            lanes_in_step[request.request_id] = lanes
         return lanes
 
     def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         running = self._scheduler.running
         if len(running) != self._num_running:
-            self.note_admissions()
+            self.record_admissions()
         strictest, closed_by = OPEN, None
         # A request that began to load KV in this step does not run yet.
         if not self._idle or running or self._scheduler._inflight_prefills:
             strictest, closed_by = self._ask_policies(lanes, head, waited)
-        self.queue.lane_counts.note_gate(lanes, closed_by)
-        self._note_gate(lanes, closed_by)
+        self.queue.lane_counts.record_gate(lanes, closed_by)
+        self._record_gate(lanes, closed_by)
         return strictest
 
     def _ask_policies(
@@ -150,8 +153,8 @@ class Admission:
                 return CLOSED, number
             if answer is not OPEN:
                 strictest = answer
-        for number, stays in self._hooks.stays:
-            if not stays(lanes[number], head):
+        for number, keeps_lane in self._hooks.keeps_lane:
+            if not keeps_lane(lanes[number], head):
                 return CLOSED, None  # it will move to its new lane
         return strictest, None
 
@@ -160,19 +163,19 @@ class Admission:
             urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
         )
 
-    def due(self, request: Request, since: float) -> float:
-        return max((due(request, since) for due in self._hooks.due), default=since)
+    def deadline(self, request: Request, since: float) -> float:
+        return max((deadline(request, since) for deadline in self._hooks.deadline), default=since)
 
     def adapter_without_slot(self, request: Request) -> int:
         if (slots := self.lora_slots) is None:
             return 0
-        self.note_admissions()
+        self.record_admissions()
         return slots.adapter_without_slot(request)
 
     def open_adapters(self) -> Collection[int] | None:
         if (slots := self.lora_slots) is None:
             return None
-        self.note_admissions()
+        self.record_admissions()
         return slots.open_adapters()
 
     def compiles_grammar(self, request: Request) -> bool:

@@ -9,7 +9,7 @@ from vllm_sched.engine.steps.admission import Admission
 from vllm_sched.engine.steps.block_chunks import BlockChunks
 from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.engine.steps.plan import StepLimit, StepPlan
-from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
+from vllm_sched.engine.steps.prefix_lookups import PrefixCacheLookups
 from vllm_sched.policies.types import Step
 
 
@@ -44,20 +44,20 @@ class StepBudget:
             for r in decoding
         )
 
-    def limit(self, step: Step) -> StepLimit:
-        """Set `step.budget` to the policies' least budget; return the limit for vLLM."""
+    def limit_step(self, step: Step) -> StepLimit:
+        """Lower `step.budget` to the policies' least budget; return the limit for vLLM."""
         most = step.budget
         if not self._budgets:
             return StepLimit(most)
         # Requests with KV blocks always get their tokens, also with a prefill of one token.
-        needed = step.holding_kv * self._tokens_per_decode + step.decodes
+        needed = step.holding_kv * self._tokens_per_decode + step.decode_tokens
         needed += bool(step.holding_kv and step.prefills)
         limit = StepLimit(min(budget(step) for budget in self._budgets))
         if self._whole_images and limit.tokens < most:
-            limit = self._with_image(step, limit.tokens)
+            limit = self._limit_with_image(step, limit.tokens)
         step.budget = tokens = min(max(limit.tokens, needed, 1), most)
         if self._blocks is not None and step.budget < most:
-            enough = self._with_block(step, needed, self._blocks)
+            enough = self._least_with_chunk(step, needed, self._blocks)
             tokens = min(max(step.budget, enough), most)
         return StepLimit(tokens, limit.kept_for_image)
 
@@ -76,31 +76,31 @@ class StepBudget:
             return None
         tokens = limit.tokens - limit.kept_for_image
         # vLLM serves the decodes in front first.
-        room = max(tokens - step.decodes, 0 if plan.decode_is_last else 1)
+        room = max(tokens - step.decode_tokens, 0 if plan.decode_is_last else 1)
         # Some KV may not have arrived: prefills get at least half.
         left = room - min(holding, room // 2)
         return left if self._blocks is None else max(left, min(self._blocks.block, room))
 
-    def _with_block(self, step: Step, needed: int, blocks: BlockChunks) -> int:
+    def _least_with_chunk(self, step: Step, needed: int, blocks: BlockChunks) -> int:
         """Return the least budget in which the first prompt gets a chunk."""
         least = [
             blocks.tokens_to_boundary(request, request.num_computed_tokens)
             for request in (*step.prefills, *self._scheduler.kv_holding_waiting)
         ]
         if (head := self._admission.next_to_enter()) is not None:
-            least.append(blocks.tokens_to_boundary(head, self._prefixes.tokens(head)))
+            least.append(blocks.tokens_to_boundary(head, self._prefixes.cached_tokens(head)))
         elif step.waiting:  # a request behind may enter
             least.append(blocks.block)
         # With less than a block, vLLM lets chunks end anywhere.
         return max(needed + max(least, default=0), blocks.block)
 
-    def _with_image(self, step: Step, wanted: int) -> StepLimit:
+    def _limit_with_image(self, step: Step, wanted: int) -> StepLimit:
         """Return a limit in which the next image fits.
 
         vLLM leaves an image that does not fit to a larger step. Without one it would read the
         image in parts or, with drafts, never.
         """
-        tokens = left = max(wanted - step.decodes, 1)
+        tokens = left = max(wanted - step.decode_tokens, 1)
         prompts: list[Request] = [*step.prefills]
         if (head := self._admission.next_to_enter()) is not None:
             prompts.append(head)
@@ -109,15 +109,15 @@ class StepBudget:
             near = max(left, self._tokens_per_decode)
             if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
                 if request is prompts[0]:
-                    return StepLimit(max(wanted, step.decodes + least))
-                return StepLimit(max(wanted, step.decodes + tokens) + least, least)
+                    return StepLimit(max(wanted, step.decode_tokens + least))
+                return StepLimit(max(wanted, step.decode_tokens + tokens) + least, least)
             left -= request.num_tokens - request.num_computed_tokens
         return StepLimit(wanted)
 
     def _to_image_end(self, request: Request, near: int) -> int:
         done = request.num_computed_tokens
         if request.status is not RequestStatus.RUNNING and not done:
-            done = self._prefixes.tokens(request)
+            done = self._prefixes.cached_tokens(request)
         for feature in request.mm_features:
             place = feature.mm_position
             if place.offset >= done:

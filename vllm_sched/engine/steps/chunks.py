@@ -33,20 +33,20 @@ class StepChunks:
         self._blocks = blocks  # None unless chunks end at block boundaries
         self._token_limit = token_limit  # of vLLM; may exceed the step's budget
         self._room = room  # tokens left for running prefills, None for no cap
-        self._given = 0  # tokens of the chunks so far
-        self._granted = 0  # tokens that policies count, with `blocks`
+        self._chunk_tokens = 0  # of the chunks so far
+        self._policy_tokens = 0  # that policies count; only with `blocks`
 
-    def size(self, request: Request, computed: int, tokens: int) -> int:
+    def grant(self, request: Request, computed: int, tokens: int) -> int:
         """Return how many of `tokens` a prefill gets in this step."""
         # vLLM chose encoder inputs for the whole chunk, so it is not cut.
         if tokens <= 0 or request.has_encoder_inputs:
-            self._given += max(tokens, 0)
+            self._chunk_tokens += max(tokens, 0)
             return tokens
         runs = request.status == RUNNING
         granted = tokens
         # With one token to compute it is a decode, though vLLM may pad it for drafts.
         if is_prompt := request.num_tokens - computed > 1:
-            granted = self._least_chunk(request, computed, tokens)
+            granted = self._least_grant(request, computed, tokens)
         if self._blocks is not None and is_prompt:
             granted = self._block_chunk(request, computed, tokens, granted, self._blocks)
         if self._room is not None and runs:
@@ -57,10 +57,10 @@ class StepChunks:
             granted = max(granted, 1)
         if granted <= 0:
             self._admission.queue.stop_scan()
-        self._given += granted
+        self._chunk_tokens += granted
         return granted
 
-    def _least_chunk(self, request: Request, computed: int, tokens: int) -> int:
+    def _least_grant(self, request: Request, computed: int, tokens: int) -> int:
         """Return the least grant, and take the rest back from other policies."""
         granted, grants = tokens, []
         for chunk in self._hooks.chunk:
@@ -79,7 +79,7 @@ class StepChunks:
         holds_blocks = not runs and request.num_computed_tokens > 0
         room = self._room if runs and self._room is not None else tokens
         if step.budget < self._token_limit:
-            granted = min(granted, step.budget - step.decodes - self._granted)
+            granted = min(granted, step.budget - step.decode_tokens - self._policy_tokens)
         wanted = max(min(granted, room), int(holds_blocks))
         if wanted <= 0:
             return 0
@@ -91,7 +91,7 @@ class StepChunks:
             room=tokens if holds_blocks else room,
             may_skip=lambda: not holds_blocks and self._has_other_work(),
         )
-        self._granted += wanted - unused
+        self._policy_tokens += wanted - unused
         self._take_back(request, unused)
         return chunk
 
@@ -102,10 +102,10 @@ class StepChunks:
 
     def _has_other_work(self) -> bool:
         step = self._step
-        if self._given or step.decodes:
+        if self._chunk_tokens or step.decode_tokens:
             return True
-        if step.refused is not None or (head := self._admission.next_to_enter()) is None:
+        if step.kv_blocked is not None or (head := self._admission.next_to_enter()) is None:
             return False
-        granted = self._least_chunk(head, 0, min(head.num_tokens, step.budget))
+        granted = self._least_grant(head, 0, min(head.num_tokens, step.budget))
         self._take_back(head, granted)
         return granted > 0

@@ -29,9 +29,9 @@ class PolicyHooks:
 
     lane: list[tuple[int, Callable[[RequestView, Callable[[], int]], str]]]
     gate: list[tuple[int, Callable[[str, RequestView, float], Gate]]]
-    stays: list[tuple[int, Callable[[str, RequestView], bool]]]
+    keeps_lane: list[tuple[int, Callable[[str, RequestView], bool]]]
     urgency: list[tuple[int, Callable[[str, RequestView, float], float]]]
-    due: list[Callable[[RequestView, float], float]]
+    deadline: list[Callable[[RequestView, float], float]]
     budget: list[Callable[[Step], int]]
     pauses_decodes: list[Callable[[Step], bool]]
     chunk: list[Callable[[RequestView, int, int], int]]
@@ -47,9 +47,9 @@ class PolicyHooks:
         return cls(
             lane=overrides(policies, "lane"),
             gate=overrides(policies, "gate"),
-            stays=overrides(policies, "stays"),
+            keeps_lane=overrides(policies, "keeps_lane"),
             urgency=overrides(policies, "urgency"),
-            due=methods(policies, "due"),
+            deadline=methods(policies, "deadline"),
             budget=methods(policies, "budget"),
             pauses_decodes=methods(policies, "pauses_decodes"),
             chunk=methods(policies, "chunk"),

@@ -25,12 +25,12 @@ class KvTiers:
 
     def __init__(self, connector: Any) -> None:
         parts = () if connector is None else getattr(connector, "sub_connectors", (connector,))
-        found = [lookup_of(part) for part in parts]
-        self._lookups = [lookup for lookup in found if lookup is not None]
+        lookups = [lookup_of(part) for part in parts]
+        self._lookups = [lookup for lookup in lookups if lookup is not None]
         self._hands_over = not all(is_tier(part) for part in parts)
 
-    def __bool__(self) -> bool:
-        """Return whether there is a tier to look up in."""
+    @property
+    def have_lookups(self) -> bool:
         return bool(self._lookups)
 
     def is_handed_over(self, request: Request) -> bool:
@@ -39,7 +39,7 @@ class KvTiers:
         params = request.kv_transfer_params if self._hands_over else None
         return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
-    def tokens(self, request: Request, computed: int) -> int:
+    def loadable_tokens(self, request: Request, computed: int) -> int:
         """Return the tokens beyond `computed` that the first connector with any can load."""
         # A preempted request may still have blocks in transfer.
         if not request.num_preemptions:

@@ -20,13 +20,13 @@ class DecodePauses:
 
     def begin_step(self, plan: StepPlan) -> None:
         step = plan.step
-        if not (step.decoding and any(asks(step) for asks in self._hooks.pauses_decodes)):
+        if not (step.decoding and any(pauses(step) for pauses in self._hooks.pauses_decodes)):
             return
         plan.decodes_paused = True
         if self._since is None:
             self._since = step.now
         self.steps += 1
-        step.decodes = 0
+        step.decode_tokens = 0
         for request in self._scheduler.running:
             if not request.is_prefill_chunk:
                 # vLLM increments its step before it compares: this skips one step.

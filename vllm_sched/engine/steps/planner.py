@@ -21,11 +21,11 @@ from vllm_sched.engine.steps.chunks import StepChunks
 from vllm_sched.engine.steps.hooks import PolicyHooks
 from vllm_sched.engine.steps.pauses import DecodePauses
 from vllm_sched.engine.steps.plan import StepLimit, StepPlan
-from vllm_sched.engine.steps.prefixes import PrefixCacheLookups
+from vllm_sched.engine.steps.prefix_lookups import PrefixCacheLookups
 from vllm_sched.engine.steps.running_order import RunningOrder
 from vllm_sched.engine.steps.service_classes import ServiceClasses
 from vllm_sched.engine.steps.slots import slots_taken
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.policies.types import Policy, Step
 
 computed_tokens = attrgetter("num_computed_tokens")
@@ -41,18 +41,18 @@ class StepPlanner:
         policies: Sequence[Policy],
         *,
         clock: Callable[[], float],
-        note_gate: Callable[[LaneKey, int | None], None],
+        record_gate: Callable[[LaneKey, int | None], None],
     ) -> None:
         self._scheduler = scheduler
         self._policies = policies
         self._kv_cache = policy_setup.kv_cache_of(scheduler)
-        self._may_cut = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._chunked_prefill = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self._blocks = None  # where chunks end at block boundaries
         if scheduler.need_mamba_block_aligned_split:
             self._blocks = BlockChunks(
                 scheduler.cache_config.block_size, scheduler._mamba_block_aligned_split
             )
-        self._departed = 0  # requests that left the KV cache since the last step
+        self._departed = 0  # requests that released KV blocks since the last step
         self._last_was_empty = False  # although requests wait
         self.hooks = PolicyHooks.from_policies(policies)
         self.classes = ServiceClasses(policies)
@@ -63,7 +63,7 @@ class StepPlanner:
             self.prefixes,
             num_policies=len(policies),
             clock=clock,
-            note_gate=note_gate,
+            record_gate=record_gate,
         )
         self._order = RunningOrder(scheduler, policies, self.hooks, self.classes, self._kv_cache)
         self._pauses = DecodePauses(scheduler, self.hooks)
@@ -77,17 +77,17 @@ class StepPlanner:
         kv_free = 1.0 - scheduler.kv_cache_manager.usage
         prefills, decoding, decode_is_last = self._order.sort(kv_free)
         self.admission.begin_step(now)
-        refused = self.admission.queue.refused
-        if refused is not None and self._has_room(refused, kv_free):
-            refused = None
+        kv_blocked = self.admission.queue.kv_blocked
+        if kv_blocked is not None and self._has_room(kv_blocked, kv_free):
+            kv_blocked = None
         step = Step(
             index=scheduler.current_step + 1,
             now=now,
             budget=scheduler.max_num_scheduled_tokens,
-            decodes=self._budget.decode_tokens(prefills, decoding),
+            decode_tokens=self._budget.decode_tokens(prefills, decoding),
             prefills=prefills,
             free_slots=scheduler.max_num_active_reqs - slots_taken(scheduler),
-            refused=None if refused is None else refused.request_id,
+            kv_blocked=None if kv_blocked is None else kv_blocked.request_id,
             running=len(scheduler.running),
             decoding=decoding,
             context_tokens=sum(map(computed_tokens, decoding)),
@@ -100,10 +100,10 @@ class StepPlanner:
             paused_steps=self._pauses.steps,
             next_to_enter=self.admission.next_to_enter,
             recount_held=self.admission.recount_held,
-            class_of=self.classes.of,
-            loading=self._loading_requests,
-            loaded=self._loaded,
-            cached_of=self.prefixes.recent_tokens,
+            class_of=self.classes.class_of,
+            loading_requests=self._loading_requests,
+            loaded_requests=self._loaded_requests,
+            cached_tokens_of=self.prefixes.recent_cached_tokens,
         )
         self._departed = 0
         counts = self.admission.queue.lane_counts.by_policy
@@ -111,18 +111,18 @@ class StepPlanner:
             policy.begin_step(step, counts_of_lanes)
         return StepPlan(step, len(scheduler.running), decode_is_last)
 
-    def constrain(self, plan: StepPlan) -> StepLimit | None:
+    def pause_and_limit(self, plan: StepPlan) -> StepLimit | None:
         """Apply pauses and budgets; return the step's limit, None for vLLM's."""
         step = plan.step
         # After an empty step policies are ignored, so that the engine cannot stall.
         if self._last_was_empty or not (step.prefills or step.waiting or step.holding_kv):
             return None
         self._pauses.begin_step(plan)
-        return self._budget.limit(step)
+        return self._budget.limit_step(step)
 
-    def chunks(self, plan: StepPlan, limit: StepLimit) -> StepChunks | None:
+    def make_chunks(self, plan: StepPlan, limit: StepLimit) -> StepChunks | None:
         """Return the step's chunks, None without chunked prefill."""
-        if not self._may_cut:
+        if not self._chunked_prefill:
             return None
         return StepChunks(
             plan.step,
@@ -136,7 +136,7 @@ class StepPlanner:
     def end_step(self, output: SchedulerOutput, plan: StepPlan) -> ScheduledStep | None:
         """Return what vLLM scheduled; None for an empty step."""
         scheduler, step = self._scheduler, plan.step
-        self.admission.note_admissions()
+        self.admission.record_admissions()
         self._pauses.end_step(plan)
         empty = not output.total_num_scheduled_tokens
         had_work = step.prefills or step.waiting or step.holding_kv or plan.decodes_paused
@@ -155,11 +155,11 @@ class StepPlanner:
         )
 
     def _loading_requests(self) -> list[Request]:
-        if not self.prefixes.tiers:
+        if not self.prefixes.tiers.have_lookups:
             return []
         return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
 
-    def _loaded(self) -> list[Request]:
+    def _loaded_requests(self) -> list[Request]:
         received = self._scheduler.finished_recving_kv_req_ids
         return [r for r in self._loading_requests() if r.request_id in received] if received else []
 
@@ -176,4 +176,4 @@ class StepPlanner:
     def _has_room(self, request: Request, kv_free: float) -> bool:
         blocks = int(kv_free * self._kv_cache.blocks)
         blocks -= self._scheduler.kv_cache_manager.watermark_blocks + 1
-        return bool(self._kv_cache.blocks_of(request.num_tokens + 1) <= blocks)
+        return bool(self._kv_cache.blocks_for(request.num_tokens + 1) <= blocks)

@@ -53,7 +53,7 @@ class RunningOrder:
         prefills.sort(key=self._rank)
         classes: dict[Request, float] = {}
         if by_class:
-            classes = self._classes.of_decodes(decoding)
+            classes = self._classes.classes_of_decodes(decoding)
             decoding.sort(key=classes.__getitem__)
         self._scheduler.running[:] = decoding + prefills
         if not (prefills and decoding):
@@ -82,11 +82,11 @@ class RunningOrder:
         self, prefills: list[Request], decoding: list[Request], classes: dict[Request, float]
     ) -> bool:
         """Let requests of the worst class be preempted first, decodes included."""
-        class_of = self._classes.of
+        class_of = self._classes.class_of
         if classes[decoding[-1]] <= class_of(prefills[0]):
             return False
-        of_all = classes | {request: class_of(request) for request in prefills}
-        self._scheduler.running.sort(key=of_all.__getitem__)
+        all_classes = classes | {request: class_of(request) for request in prefills}
+        self._scheduler.running.sort(key=all_classes.__getitem__)
         return True
 
     def _rank(self, request: Request) -> tuple[float, ...]:
@@ -109,4 +109,4 @@ class RunningOrder:
         if not last.num_output_tokens or self._scheduler.policy == SchedulingPolicy.PRIORITY:
             return False
         # Never preempt for a request of a worse class.
-        return self._classes.of(last) <= self._classes.of(newest)
+        return self._classes.class_of(last) <= self._classes.class_of(newest)

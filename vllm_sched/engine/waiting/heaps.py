@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request
 
-from vllm_sched.engine.waiting.held import LaneCounts, LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneCounts, LaneKey
 
 # Entries of requests that left are removed at the top of a heap, or once they are the majority
 # and more than this.
@@ -45,12 +45,12 @@ class LaneHeaps:
         self.places: dict[Request, Place] = {}
         # A heap for each lane, by group.
         self.lanes: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
-        self.aside: dict[Request, None] = {}  # in the order of the last offers
+        self.set_aside: dict[Request, None] = {}  # in the order of the last offers
         self.counts = LaneCounts(num_policies)
         self._open_adapters = open_adapters  # None for all
         # Requests of each group other than IN_LANE, by lane.
-        self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
-        self._dead = 0  # entries of requests that left
+        self._group_sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
+        self._dead_entries = 0  # entries of requests that left
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate in vLLM's order, without regard to lanes and gates."""
@@ -59,7 +59,7 @@ class LaneHeaps:
     def add(self, place: Place) -> None:
         entry, lane, group = place
         if group == SET_ASIDE:
-            self.aside[entry.request] = None
+            self.set_aside[entry.request] = None
         else:
             heapq.heappush(self.lanes.setdefault(group, {}).setdefault(lane, []), entry)
         self.places[entry.request] = place
@@ -67,13 +67,13 @@ class LaneHeaps:
 
     def remove(self, request: Request) -> None:
         """Remove a request; its entry stays in the heap for a while."""
-        self._dead += self._forget(request).group != SET_ASIDE
-        if self._dead > MAX_DEAD_ENTRIES and self._dead > len(self.places):
+        self._dead_entries += self._remove_place(request).group != SET_ASIDE
+        if self._dead_entries > MAX_DEAD_ENTRIES and self._dead_entries > len(self.places):
             self._drop_dead()
 
     def pop(self, request: Request) -> Place:
         """Remove a request that is the head of its heap, or set aside."""
-        place = self._forget(request)
+        place = self._remove_place(request)
         if place.group != SET_ASIDE:
             heapq.heappop(self.lanes[place.group][place.lane])
         return place
@@ -92,14 +92,14 @@ class LaneHeaps:
             if place is not None and place.entry is entry:
                 return entry
             heapq.heappop(heap)
-            self._dead -= 1
+            self._dead_entries -= 1
         return None
 
     def drop_empty_groups(self, groups: Iterable[int]) -> None:
         for group in groups:
             if group != IN_LANE and not self.lanes[group]:
                 del self.lanes[group]
-                self._sizes.pop(group, None)
+                self._group_sizes.pop(group, None)
 
     def open_groups(self) -> list[int]:
         if len(self.lanes) == 1:
@@ -122,24 +122,24 @@ class LaneHeaps:
             return inf
         return heap[0].gate_since
 
-    def count_waits(self, now: float) -> None:
+    def update_waits(self, now: float) -> None:
         heads = self.heads(self.open_groups())
-        self.counts.note_waits((lane, now - entry.gate_since) for lane, entry in heads)
+        self.counts.set_waits((lane, now - entry.gate_since) for lane, entry in heads)
 
-    def count_held(self, turned_away: Iterable[Request]) -> None:
+    def update_held(self, turned_away: Iterable[Request]) -> None:
         """Count the requests that policies hold, and other requests that cannot begin."""
         barred = Counter(self.places[request].lane for request in turned_away)
-        if self._sizes:
+        if self._group_sizes:
             open_groups = self.open_groups()
-            for group, sizes in self._sizes.items():
+            for group, sizes in self._group_sizes.items():
                 if group not in open_groups:
                     barred.update(sizes)
-        self.counts.note_held(barred)
+        self.counts.set_held(barred)
 
-    def _forget(self, request: Request) -> Place:
+    def _remove_place(self, request: Request) -> Place:
         place = self.places.pop(request)
         if place.group == SET_ASIDE:
-            del self.aside[request]
+            del self.set_aside[request]
         self._count(place, -1)
         return place
 
@@ -147,7 +147,7 @@ class LaneHeaps:
         entry, lane, group = place
         self.counts.add(lane, requests, requests * entry.tokens)
         if group != IN_LANE:
-            self._sizes[group][lane] += requests
+            self._group_sizes[group][lane] += requests
 
     def _drop_dead(self) -> None:
         self.lanes = {IN_LANE: {}}
@@ -157,6 +157,7 @@ class LaneHeaps:
         for heaps in self.lanes.values():
             for heap in heaps.values():
                 heapq.heapify(heap)
-        for group in [group for group, sizes in self._sizes.items() if not any(sizes.values())]:
-            del self._sizes[group]
-        self._dead = 0
+        for group, sizes in list(self._group_sizes.items()):
+            if not any(sizes.values()):
+                del self._group_sizes[group]
+        self._dead_entries = 0

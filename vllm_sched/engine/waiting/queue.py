@@ -21,7 +21,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from vllm_sched.engine.waiting.heaps import SET_ASIDE, Entry, LaneHeaps, Place
-from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lane_counts import LaneKey
 from vllm_sched.policies.types import Gate
 
 # Steps for which a request that could not begin counts as unable to.
@@ -46,7 +46,7 @@ class LaneRules(Protocol):
 
     has_deadlines: bool
 
-    def due(self, request: Request, since: float) -> float:
+    def deadline(self, request: Request, since: float) -> float:
         """Return when a request that waits since then should enter."""
 
     def adapter_without_slot(self, request: Request) -> int:
@@ -70,13 +70,12 @@ class LaneQueue(RequestQueue):
         self._rules = rules
         self._by_priority = by_priority
         self._clock = clock
-        self._last = 0  # order of the last request
-        self._first = 0  # order of the first request
+        self._last_number = 0  # of added requests
+        self._first_number = 0  # of requests put back, negative
         self._now = 0.0  # when the step began
         # Popped in this step. A request that is put back keeps its place.
         self._popped: dict[Request, Place] = {}
-        # Admitted in the step before: since when they waited, and where.
-        self.entered: dict[Request, tuple[float, LaneKey]] = {}
+        self.admitted_last_step: dict[Request, Place] = {}
         self._steps = 0
         self._moves = 0  # in this step
         # The step in which a request in its lane could not begin.
@@ -85,7 +84,7 @@ class LaneQueue(RequestQueue):
         self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
-        self.refused: Request | None = None  # found no room in an earlier step
+        self.kv_blocked: Request | None = None  # found no room in an earlier step
         # Given no tokens by a policy in this step.
         self._without_tokens: Place | None = None
         self._was_scanned = False  # vLLM looked for a request in this step
@@ -98,19 +97,18 @@ class LaneQueue(RequestQueue):
         self._steps += 1
         self._moves = 0
         self._forget_offer()
-        if self._heaps.aside:
-            self._offer_again()
-        self._heaps.count_waits(now)
-        self._heaps.count_held(self._turned_away)
+        if self._heaps.set_aside:
+            self._return_to_lanes()
+        self._heaps.update_waits(now)
+        self._heaps.update_held(self._turned_away)
         self.lane_counts.held_by.clear()
         self.was_scanned_last_step, self._was_scanned = self._was_scanned, False
 
     def end_step(self) -> None:
         if self._peeked and self._offer is not None:
-            self.refused = self._offer
+            self.kv_blocked = self._offer
         self._without_tokens = None
-        self.entered = {r: (place.entry.since, place.lane) for r, place in self._popped.items()}
-        self._popped = {}
+        self.admitted_last_step, self._popped = self._popped, {}
         if self._turned_away:
             self._turned_away = {
                 request: step
@@ -131,16 +129,16 @@ class LaneQueue(RequestQueue):
 
     def recount_held(self) -> None:
         self.next_request()
-        self._heaps.count_held(self._turned_away)
+        self._heaps.update_held(self._turned_away)
 
     def next_request(self) -> Request | None:
-        return self._offer or (self._choose() if self._heaps.places else None)
+        return self._offer or (self._choose_offer() if self._heaps.places else None)
 
-    def waits(self) -> Iterator[tuple[LaneKey, float]]:
+    def head_waits(self) -> Iterator[tuple[LaneKey, float]]:
         """Return the waits of heads, and of requests set aside."""
         for lane, entry in self._heaps.heads(self._heaps.lanes):
             yield lane, self._now - entry.gate_since
-        for request in self._heaps.aside:
+        for request in self._heaps.set_aside:
             entry, lane, _ = self._heaps.places[request]
             yield lane, self._now - entry.gate_since
 
@@ -156,12 +154,12 @@ class LaneQueue(RequestQueue):
         return request in self._heaps.places
 
     def add_request(self, request: Request) -> None:
-        self._last += 1
-        self._push(request, self._last)
+        self._last_number += 1
+        self._push(request, self._last_number)
 
     def prepend_request(self, request: Request) -> None:
-        self._first -= 1
-        self._push(request, self._first)
+        self._first_number -= 1
+        self._push(request, self._first_number)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         new: list[Request] = []
@@ -173,21 +171,21 @@ class LaneQueue(RequestQueue):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        offer = self._offered()
+        offer = self._current_offer()
         if offer is None:
             raise IndexError("peek from a queue without an open lane")
         self._peeked = True
         return offer
 
     def pop_request(self) -> Request:
-        request = self._offered()
+        request = self._current_offer()
         if request is None:
             raise IndexError("pop from a queue without an open lane")
         entry, lane, group = self._heaps.pop(request)
         self._turned_away.pop(request, None)
         self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
-        if self.refused is request and self._without_tokens is None:
-            self.refused = None
+        if self.kv_blocked is request and self._without_tokens is None:
+            self.kv_blocked = None
         self._forget_offer()
         return request
 
@@ -202,13 +200,13 @@ class LaneQueue(RequestQueue):
             if request in self._heaps.places:
                 self._heaps.remove(request)
                 self._turned_away.pop(request, None)
-            if self.refused is request:
-                self.refused = None
+            if self.kv_blocked is request:
+                self.kv_blocked = None
         self._forget_offer()
 
     def __bool__(self) -> bool:
         """Return whether a request may enter now."""
-        return self._offered() is not None
+        return self._current_offer() is not None
 
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
@@ -222,8 +220,8 @@ class LaneQueue(RequestQueue):
             return
         since = self._clock()
         # A preempted request goes first.
-        due = self._rules.due(request, since) if number > 0 else -inf
-        order = request if self._by_priority else (due, number)
+        deadline = self._rules.deadline(request, since) if number > 0 else -inf
+        order = request if self._by_priority else (deadline, number)
         lane = self._rules.lanes_of(request)
         gate_since = since
         if number < 0:  # behind a preempted head, longer waits must still count
@@ -242,12 +240,12 @@ class LaneQueue(RequestQueue):
         else:
             self._heaps.add(Place(entry, lane, SET_ASIDE))
 
-    def _offer_again(self) -> None:
+    def _return_to_lanes(self) -> None:
         """Put requests that were set aside back into their lanes."""
         places = self._heaps.places
         offered = Counter(places[request].lane for request in self._turned_away)
         again: list[Request] = []
-        for request in self._heaps.aside:
+        for request in self._heaps.set_aside:
             lane = places[request].lane
             if offered[lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
                 continue
@@ -264,13 +262,13 @@ class LaneQueue(RequestQueue):
         self._offer = None
         self._peeked = False
 
-    def _offered(self) -> Request | None:
+    def _current_offer(self) -> Request | None:
         self._was_scanned = True
         if self._offer is None and self._heaps.places and self._without_tokens is None:
-            self._offer = self._choose()
+            self._offer = self._choose_offer()
         return self._offer
 
-    def _choose(self) -> Request | None:
+    def _choose_offer(self) -> Request | None:
         # A move can change any head, so compare heads after all moves.
         self._strays.clear()
         groups = self._heaps.open_groups()
@@ -315,10 +313,10 @@ class LaneQueue(RequestQueue):
         if self._by_priority or head.order[0] >= self._now:
             return False
         before, number = head.order
-        due = self._rules.due(head.request, head.since)
-        if number < 0 or due <= before:
+        deadline = self._rules.deadline(head.request, head.since)
+        if number < 0 or deadline <= before:
             return False
-        self._heaps.reorder_head(group, lane, (due, number))
+        self._heaps.reorder_head(group, lane, (deadline, number))
         return True
 
     def _may_move(self, head: Entry, right_lane: LaneKey) -> bool:
@@ -327,7 +325,7 @@ class LaneQueue(RequestQueue):
         if self._moves >= MAX_BLOCKING_MOVES or self._rules.blocks_read() >= MAX_BLOCKS_READ:
             return False
         # An open head can enter from here. A held or refused head blocks its lane.
-        if self.refused is not None and self._rules.lanes_of(self.refused) == right_lane:
+        if self.kv_blocked is not None and self._rules.lanes_of(self.kv_blocked) == right_lane:
             return True
         waited = self._now - head.gate_since
         return self._rules.gate_of(right_lane, head.request, waited) is Gate.CLOSED

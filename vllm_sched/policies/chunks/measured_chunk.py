@@ -13,11 +13,11 @@ GROWTH, SHRINK = 1.5, 0.5
 class MeasuredChunk:
     """The largest chunk that was seen to fit, and the estimate from the last full step."""
 
-    def __init__(self, most: int, least: int) -> None:
+    def __init__(self, max_tokens: int, min_tokens: int) -> None:
         self.tokens = float(FIRST_CHUNK_TOKENS)
         self.fitting = math.inf
-        self._most = most
-        self._least = least
+        self._max_tokens = max_tokens
+        self._min_tokens = min_tokens
 
     def is_full(self, tokens: int) -> bool:
         """Return whether the step is relevant for full chunks."""
@@ -30,7 +30,7 @@ class MeasuredChunk:
         # Ignores a step's fixed cost: errs on the short side.
         self.fitting = fitting = tokens * limit_s / (margin * seconds)
         if fitting < self.tokens:
-            self.tokens = max(fitting, SHRINK * self.tokens, self._least)
+            self.tokens = max(fitting, SHRINK * self.tokens, self._min_tokens)
         else:
             grown = max(min(GROWTH * tokens, fitting), self.tokens)
-            self.tokens = min(grown, self._most)
+            self.tokens = min(grown, self._max_tokens)

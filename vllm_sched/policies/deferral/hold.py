@@ -10,8 +10,8 @@ from vllm_sched.policies.types import Step
 
 # Share of the longest hold during which K is constant. Afterwards K falls to zero.
 CONSTANT_K_SHARE: Final = 0.5
-End = Literal["departures", "room", "few", "idle", "overdue"]
-ENDS: Final[tuple[End, ...]] = ("departures", "room", "few", "idle", "overdue")
+HoldEnd = Literal["departures", "room", "few", "idle", "overdue"]
+HOLD_ENDS: Final[tuple[HoldEnd, ...]] = ("departures", "room", "few", "idle", "overdue")
 
 
 @dataclass(slots=True)
@@ -19,18 +19,18 @@ class Hold:
     since: float
     max_s: float
     slots_full: bool  # the hold began because no slot was free
-    refused: str | None  # id of the request that lacked KV blocks
+    kv_blocked: str | None  # id of the request that lacked KV blocks
     kv_free: float  # free share at that time
     kv_left: float  # kv_free without admissions during the hold
     kv_typical: float  # share of a typical request
     departed: int
 
     @classmethod
-    def begin(cls, step: Step, *, slots_full: bool, max_s: float, running_full: int) -> Self:
+    def begin(cls, step: Step, *, slots_full: bool, max_s: float, running_when_full: int) -> Self:
         free = step.kv_free
         return cls(
-            since=step.now, max_s=max_s, slots_full=slots_full, refused=step.refused,
-            kv_free=free, kv_left=free, kv_typical=(1 - free) / running_full,
+            since=step.now, max_s=max_s, slots_full=slots_full, kv_blocked=step.kv_blocked,
+            kv_free=free, kv_left=free, kv_typical=(1 - free) / running_when_full,
             departed=step.departed,
         )  # fmt: skip
 
@@ -39,19 +39,20 @@ class Hold:
 
     def fits(self, name: str, kv_share: float) -> bool:
         """Return whether a request of another lane than the refused one fits."""
-        return not self.slots_full and name != self.refused and kv_share < self.kv_left
+        return not self.slots_full and name != self.kv_blocked and kv_share < self.kv_left
 
-    def end(self, step: Step, waiting: int, k: int) -> End | None:
+    def end_reason(self, step: Step, waiting: int, k: int) -> HoldEnd | None:
+        """Return why the hold ends in this step; None if it goes on."""
         progress = (step.now - self.since) / self.max_s
-        wanted = math.ceil(k * min((1 - progress) / (1 - CONSTANT_K_SHARE), 1.0))
+        needed = math.ceil(k * min((1 - progress) / (1 - CONSTANT_K_SHARE), 1.0))
         if not step.running:
             return "idle"
         if progress >= 1:
             return "overdue"
-        if waiting < wanted:
+        if waiting < needed:
             return "few"
-        if (step.free_slots if self.slots_full else self.departed) >= wanted:
+        if (step.free_slots if self.slots_full else self.departed) >= needed:
             return "departures"
-        if not self.slots_full and step.kv_free - self.kv_free >= wanted * self.kv_typical:
+        if not self.slots_full and step.kv_free - self.kv_free >= needed * self.kv_typical:
             return "room"
         return None

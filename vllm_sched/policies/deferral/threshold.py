@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from vllm_sched.cost.fit import Kind, OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.step_time import StepKind
 from vllm_sched.cost.threshold import asymptotic, recommended, within_itl
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
 from vllm_sched.policies.deferral.lengths import RequestLengths
@@ -41,7 +42,7 @@ class DepartureThreshold:
         self._facts = facts
         self._fit = fit
         self._lengths = lengths
-        self._batch_kind: Kind = "prefill" if facts.decodes_pause else "mixed"
+        self._batch_kind: StepKind = "prefill" if facts.decodes_pause else "mixed"
         self._next_estimate = ESTIMATE_INTERVAL_STEPS  # step index
         self._estimates = deque([1] * ESTIMATES_IN_AGREEMENT, ESTIMATES_IN_AGREEMENT)
 
@@ -49,12 +50,12 @@ class DepartureThreshold:
     def may_hold(self) -> bool:
         return self.k > 1 and not self._checking
 
-    def begin_step(self, index: int, running_full: int) -> None:
-        """Update K when an estimate is due; `running_full` requests fill the engine."""
+    def begin_step(self, index: int, running_when_full: int) -> None:
+        """Update K when an estimate is due; `running_when_full` requests fill the engine."""
         batches = self._fit.count_of(self._batch_kind)
         if index < self._next_estimate and not (self._checking and batches >= self._check_until):
             return
-        self._update(running_full)
+        self._estimate(running_when_full)
         self._checking = not self._checking and self._check_is_due()
         if self._checking:
             self._fit.forget(self._batch_kind, CHECK_MEMORY)
@@ -68,7 +69,8 @@ class DepartureThreshold:
         self._above_1 += 1
         return self._above_1 in FIRST_CHECKS_AFTER or self._above_1 % CHECK_EVERY == 0
 
-    def _update(self, slots: int) -> None:
+    def _estimate(self, slots: int) -> None:
+        """Set K from the step times and lengths so far."""
         model = self._fit.model
         if model is None or not self._lengths.is_known:
             return
@@ -85,7 +87,7 @@ class DepartureThreshold:
             if itl_s is not None:
                 self.k = max(min(departures, within_itl(regime, itl_s)), 1)
             return
-        most_s = CONSTANT_K_SHARE * self._configured.max_s
-        self._estimates.append(recommended(regime, itl_s=itl_s, max_delay_s=most_s))
+        max_delay_s = CONSTANT_K_SHARE * self._configured.max_s
+        self._estimates.append(recommended(regime, itl_s=itl_s, max_delay_s=max_delay_s))
         self.best = asymptotic(regime)
         self.k = min(self._estimates)

@@ -40,7 +40,7 @@ class LongChunk(NamedTuple):
     """The limit of all long prompts' tokens in one step."""
 
     tokens: int
-    least: int  # with the tokens of short prompts taken from it
+    min_tokens: int  # with the tokens of short prompts taken from it
 
 
 class LongStep(NamedTuple):
@@ -75,31 +75,31 @@ class ChunkSize:
     """The present size, and the losses of half of it since it last changed."""
 
     def __init__(self, most: int, block: int, itl_s: float) -> None:
-        self._most = most
-        self._least = least_chunk(most, block)
+        self._max_tokens = most
+        self._min_tokens = least_chunk(most, block)
         self._itl_s = itl_s
-        self.tokens = max(int(most * FIRST_SHARE), self._least)
+        self.tokens = max(int(most * FIRST_SHARE), self._min_tokens)
         self.token_s = 0.0  # seconds per token of a long prompt
         self._recent: deque[LongStep] = deque(maxlen=3)
         self._loss = MeanLoss()
-        self._interval = MIN_INTERVAL
-        self._steps = 0  # since the last comparison
-        self._in_vain = 0  # comparisons without a result, because other prompts filled the steps
+        self._interval = MIN_INTERVAL  # steps from one comparison to the next
+        self._steps_since_comparison = 0
+        self._comparisons_in_vain = 0  # no result, because other prompts filled the steps
 
     @property
-    def usual(self) -> LongChunk:
-        return LongChunk(self.tokens, least=-(-self.tokens // 2))
+    def usual_chunk(self) -> LongChunk:
+        return LongChunk(self.tokens, min_tokens=-(-self.tokens // 2))
 
     def next_chunk(self) -> LongChunk:
         """Return the chunk of the next step of a long prompt, which may be a comparison."""
-        self._steps += 1
-        if self._steps < self._interval:
-            return self.usual
-        self._steps = 0
-        self._in_vain += 1
-        if self._in_vain > MAX_IN_VAIN:
-            self._compare_less()
-        return LongChunk(max(self.tokens // 2, 1), least=1)
+        self._steps_since_comparison += 1
+        if self._steps_since_comparison < self._interval:
+            return self.usual_chunk
+        self._steps_since_comparison = 0
+        self._comparisons_in_vain += 1
+        if self._comparisons_in_vain > MAX_IN_VAIN:
+            self._compare_less_often()
+        return LongChunk(max(self.tokens // 2, 1), min_tokens=1)
 
     def observe(self, result: StepResult) -> None:
         """Compare a step with its neighbours of the same prompt."""
@@ -137,30 +137,31 @@ class ChunkSize:
         fixed_s = (tried.seconds * around - seconds * tried.tokens) / (around - tried.tokens)
         step_s = fixed_s + (seconds - fixed_s) / around * self.tokens
         if step_s > 0:
-            self._in_vain = 0
+            self._comparisons_in_vain = 0
             self._loss.add(max(min(fixed_s / step_s, MAX_LOSS), MIN_LOSS))
-            self._decide(step_s)
+            self._change_if_sure(step_s)
 
-    def _decide(self, step_s: float) -> None:
+    def _change_if_sure(self, step_s: float) -> None:
         loss, error = self._loss.mean, self._loss.error
-        accepted, of_double = (accepted_loss(s, self._itl_s) for s in (step_s, 2 * step_s))
-        double = min(2 * self.tokens, self._most)
+        accepted = accepted_loss(step_s, self._itl_s)
+        accepted_of_double = accepted_loss(2 * step_s, self._itl_s)
+        double = min(2 * self.tokens, self._max_tokens)
         if loss + error < accepted and self._loss.count < MIN_TO_HALVE:
             return
-        if loss + error < accepted and self.tokens // 2 >= self._least:
-            self._change(self.tokens // 2)
-        elif loss_against_double(loss - error / 2) > of_double and double > self.tokens:
-            self._change(double)
+        if loss + error < accepted and self.tokens // 2 >= self._min_tokens:
+            self._set_tokens(self.tokens // 2)
+        elif loss_against_double(loss - error / 2) > accepted_of_double and double > self.tokens:
+            self._set_tokens(double)
         elif abs(loss - accepted) > error:
             self._loss = MeanLoss()
-            self._compare_less()
+            self._compare_less_often()
         elif self._loss.count % UNDECIDED == 0:
-            self._compare_less()
+            self._compare_less_often()
 
-    def _compare_less(self) -> None:
+    def _compare_less_often(self) -> None:
         self._interval = min(2 * self._interval, MAX_INTERVAL)
 
-    def _change(self, tokens: int) -> None:
+    def _set_tokens(self, tokens: int) -> None:
         self.tokens = tokens
         self._recent.clear()
         self._loss = MeanLoss()

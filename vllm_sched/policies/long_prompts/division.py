@@ -23,25 +23,25 @@ class StepPrompts:
     longs: list[RequestView] = field(default_factory=list)
     shorts: list[RequestView] = field(default_factory=list)
     ending: set[str] = field(default_factory=set)  # longs that the step may complete
-    classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
+    long_classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
     waiting_shorts: LaneCount = field(default_factory=LaneCount)
     long_lanes: Sequence[LaneCount] = ()
     waiting_longs: LaneCount = field(init=False)  # of all these lanes
     free_places: int = 0  # for waiting longs
     entering: int = 0  # waiting longs that may enter
-    blocked: bool = False  # no request enters, because the next one lacks KV blocks
+    kv_blocked: bool = False  # no request enters, because the next one lacks KV blocks
 
     def __post_init__(self) -> None:
-        self.count_longs()
+        self.count_waiting_longs()
 
-    def note_ending(self, most: int, class_of: Callable[[RequestView], float]) -> None:
+    def find_ending(self, most: int, class_of: Callable[[RequestView], float]) -> None:
         """Let longs that the step completes leave their places to the next ones."""
         self.ending = {
             r.request_id for r in self.longs if r.num_tokens - r.num_computed_tokens <= most
         }
-        self.classes = [class_of(r) for r in self.longs if r.request_id not in self.ending]
+        self.long_classes = [class_of(r) for r in self.longs if r.request_id not in self.ending]
 
-    def count_longs(self) -> None:
+    def count_waiting_longs(self) -> None:
         """Add up the lanes of longs; their counts change when gates are asked."""
         lanes = self.long_lanes
         self.waiting_longs = LaneCount(
@@ -62,23 +62,23 @@ class StepDivision:
         self._step = step
         self._prompts = prompts
         self._chunk = chunk
-        self.decodes = step.decodes
-        best = min(prompts.classes, default=None)
+        self.decode_tokens = step.decode_tokens
+        best = min(prompts.long_classes, default=None)  # of the longs
         # Shorts of a lower class come after the longs, those of a higher class before them.
-        better = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
-        own = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
+        higher_class = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
+        same_class = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
         waiting = prompts.waiting_shorts
-        entering = 0 if prompts.blocked else min(waiting.admissible, max(step.free_slots, 0))
-        self._num_shorts = len(better) + len(own) + entering
+        entering = 0 if prompts.kv_blocked else min(waiting.admissible, max(step.free_slots, 0))
+        self._num_shorts = len(higher_class) + len(same_class) + entering
         # Tokens of waiting requests include cached ones.
         expected = waiting.tokens * entering // max(waiting.requests, 1)
-        self._tokens_of_own = _tokens_left(own) + min(expected, entering * threshold)
-        self._tokens_of_better = _tokens_left(better)
-        self._longs_due = len(prompts.classes) + prompts.entering  # longs without their chunk
+        self._tokens_of_same_class = _tokens_left(same_class) + min(expected, entering * threshold)
+        self._tokens_of_higher_class = _tokens_left(higher_class)
+        self._longs_due = len(prompts.long_classes) + prompts.entering  # longs without their chunk
         self._parts = max(min(self._num_shorts + self._longs_due, MAX_PARTS), 1)
         self._last_was_long = False
         # The classes of longs without their chunk; None without classes of service.
-        self._classes_due = prompts.classes.copy() if step.class_of is not one_class else None
+        self._classes_due = prompts.long_classes.copy() if step.class_of is not one_class else None
         self._tokens_of_shorts: dict[float, int] = {}  # granted, by class
         self.reserve()
 
@@ -86,21 +86,23 @@ class StepDivision:
         """Divide the step's budget, which a later policy may have reduced."""
         step, prompts, chunk = self._step, self._prompts, self._chunk
         self.budget = step.budget
-        room = max(step.budget - step.decodes, 0)
+        room = max(step.budget - step.decode_tokens, 0)
         # With one token left, the engine tries a barred request again.
         barred = prompts.waiting_shorts.barred > 0 and step.free_slots > 0
-        for_better = min(self._tokens_of_better, room)
-        most = room - int((room - for_better) * MIN_SHARE_OF_LONGS)
-        for_shorts = min(for_better + max(self._tokens_of_own, int(barred)), most)
+        for_higher_class = min(self._tokens_of_higher_class, room)
+        most_for_shorts = room - int((room - for_higher_class) * MIN_SHARE_OF_LONGS)
+        for_same_class = max(self._tokens_of_same_class, int(barred))
+        for_shorts = min(for_higher_class + for_same_class, most_for_shorts)
         for_longs = room - for_shorts
         if chunk is not None:
-            for_longs = min(for_longs, max(chunk.tokens - for_shorts, chunk.least, self._longs_due))
-        self.long_left = max(for_longs, min(room - for_better, 1))  # tokens for all longs together
+            most = max(chunk.tokens - for_shorts, chunk.min_tokens, self._longs_due)
+            for_longs = min(for_longs, most)
+        # Tokens for all longs together.
+        self.long_left = max(for_longs, min(room - for_higher_class, 1))
         has_place = prompts.free_places > prompts.entering
         self._for_barred_long = int(prompts.waiting_longs.barred > 0 and has_place)
         # Shorts run before longs, so the longs' tokens must be reserved.
-        due = _tokens_left(prompts.longs)
-        self._reserved_for_longs = min(due, self.long_left)
+        self._reserved_for_longs = min(_tokens_left(prompts.longs), self.long_left)
         self._short_left = max(room - self._reserved_for_longs, 1)
 
     def grant(self, request: RequestView, computed: int, tokens: int, *, as_long: bool) -> int:
@@ -131,8 +133,9 @@ class StepDivision:
     def _count_short(self, request: RequestView, tokens: int) -> None:
         self._short_left -= tokens
         if self._classes_due is not None:
-            own = self._step.class_of(request)
-            self._tokens_of_shorts[own] = self._tokens_of_shorts.get(own, 0) + tokens
+            its_class = self._step.class_of(request)
+            granted = self._tokens_of_shorts.get(its_class, 0)
+            self._tokens_of_shorts[its_class] = granted + tokens
 
     def _part_of_class(
         self, classes_due: list[float], request: RequestView, left: int, tokens: int
@@ -142,15 +145,15 @@ class StepDivision:
         An earlier policy gave the class a share if `tokens` is less than the prompt could use.
         A short prompt that `tokens` completes leaves nothing to longs.
         """
-        own = self._step.class_of(request)
-        if self._last_was_long and own in classes_due:
-            classes_due.remove(own)
-        if tokens >= min(left, self._step.budget - self.decodes):
+        its_class = self._step.class_of(request)
+        if self._last_was_long and its_class in classes_due:
+            classes_due.remove(its_class)
+        if tokens >= min(left, self._step.budget - self.decode_tokens):
             return tokens
-        part = (tokens + self._tokens_of_shorts.get(own, 0)) // self._parts
+        part = (tokens + self._tokens_of_shorts.get(its_class, 0)) // self._parts
         if self._last_was_long:
             return max(part, 1) if self._num_shorts else tokens
-        longs = min(classes_due.count(own), self._parts - 1)
+        longs = min(classes_due.count(its_class), self._parts - 1)
         return max(tokens - min(longs * part, self._reserved_for_longs), 0)
 
 

@@ -20,8 +20,8 @@ class Lookup(NamedTuple):
     """One look-up of a waiting prompt's cached prefix."""
 
     valid_until: float
-    left: int  # tokens to compute
-    cached: Callable[[], int]  # looks up again
+    tokens_left: int
+    cached_tokens: Callable[[], int]  # looks up again
 
 
 class LongPromptLookups:
@@ -29,7 +29,7 @@ class LongPromptLookups:
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold  # tokens left to compute
-        self._found: dict[str, Lookup] = {}
+        self._by_request: dict[str, Lookup] = {}
 
     def long_tokens_left(
         self, request: RequestView, cached: Callable[[], int], now: float
@@ -38,30 +38,31 @@ class LongPromptLookups:
         # A preempted request with output is short: shorts would take its KV blocks.
         if not self.is_long(request, 0):
             return None
-        found = self._found.get(request.request_id)
-        if found is None or now > found.valid_until:
-            known = cached()
-            found = Lookup(now + LOOK_AGAIN_S * known, request.num_tokens - known, cached)
-            self._found[request.request_id] = found
-        return found.left if found.left > self.threshold else None
+        lookup = self._by_request.get(request.request_id)
+        if lookup is None or now > lookup.valid_until:
+            tokens = cached()
+            lookup = Lookup(now + LOOK_AGAIN_S * tokens, request.num_tokens - tokens, cached)
+            self._by_request[request.request_id] = lookup
+        return lookup.tokens_left if lookup.tokens_left > self.threshold else None
 
     def is_still_short(self, head: RequestView) -> bool:
         """Look a short prompt up again before it enters, since blocks may have been evicted."""
-        found = self._found.get(head.request_id)
-        if found is None:
+        lookup = self._by_request.get(head.request_id)
+        if lookup is None:
             return True
-        if found.left <= self.threshold:
-            left = head.num_tokens - found.cached()
-            self._found[head.request_id] = found = found._replace(left=left)
-        return found.left <= self.threshold
+        if lookup.tokens_left <= self.threshold:
+            tokens_left = head.num_tokens - lookup.cached_tokens()
+            lookup = lookup._replace(tokens_left=tokens_left)
+            self._by_request[head.request_id] = lookup
+        return lookup.tokens_left <= self.threshold
 
     def forget(self, name: str) -> None:
-        self._found.pop(name, None)
+        self._by_request.pop(name, None)
 
-    def __contains__(self, name: str | None) -> bool:
+    def was_long(self, name: str | None) -> bool:
         """Return whether the last look-up found the prompt long."""
-        found = None if name is None else self._found.get(name)
-        return found is not None and found.left > self.threshold
+        lookup = None if name is None else self._by_request.get(name)
+        return lookup is not None and lookup.tokens_left > self.threshold
 
     def is_long(self, request: RequestView, computed: int) -> bool:
         """Return whether a prompt in prefill counts as long after `computed` tokens."""

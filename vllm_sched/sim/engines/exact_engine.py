@@ -116,7 +116,7 @@ class ExactEngine:
             "busy_s": self.busy_s,
             "scheduler_s": self.scheduler_s,
             "preemptions": self.scheduler.preemptions,
-            "policies": self.scheduler.policies(),
+            "policies": self.scheduler.policy_counters(),
         }
 
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:

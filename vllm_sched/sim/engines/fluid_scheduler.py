@@ -118,7 +118,7 @@ class FluidScheduler:
         self.effects = effects
         self.kv = kv
         # Policies learn linear step times, from chunks of about this size.
-        self._learned = model.time.near(
+        self._learned = model.time.linear_near(
             USUAL_DECODES, min(model.max_num_batched_tokens, USUAL_CHUNK)
         )
         self.decoding = 0

@@ -19,7 +19,7 @@ from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.calibrate.aiconfigurator import find_profile
 from vllm_sched.cost import profiles
-from vllm_sched.cost.curved import step_time_of
+from vllm_sched.cost.curved_step_time import step_time_of
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError

@@ -23,7 +23,8 @@ MAX_PROMPT_TOKENS: Final = 1 << 20  # for the search of the limiting prompt
 def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
     steps = max(math.ceil(prompt / budget), 1)
     fixed = time.prefill_fixed_s + time.prompt_fixed_s
-    curve = (steps - 1) * time.tokens_s(budget) + time.tokens_s(prompt - (steps - 1) * budget)
+    rest = prompt - (steps - 1) * budget
+    curve = (steps - 1) * time.curve_seconds(budget) + time.curve_seconds(rest)
     return max(steps * fixed + curve + prefill_work(time, prompt, budget), time.floor_s)
 
 
@@ -48,7 +49,7 @@ def most_requests_per_s(
     # The output or the prompt's chunks need more steps, and determine the fixed part.
     shared = max(steps / max(sequences, 1), prompt / budget)
     each += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)
-    each += time.least_tokens_s(prompt + steps, shared)
+    each += time.least_curve_seconds(prompt + steps, shared)
     return 1 / each if each > 0 else math.inf
 
 
@@ -66,7 +67,7 @@ def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]
         chunks += new / budget
         tokens += new + written
     decoding = max(steps / machine.max_num_seqs, by_cache / machine.kv_tokens)
-    work += time.least_tokens_s(tokens, max(decoding, chunks))
+    work += time.least_curve_seconds(tokens, max(decoding, chunks))
     fixed = time.decode_fixed_s * decoding
     return work + max(fixed, chunks * min(time.decode_fixed_s, time.prefill_fixed_s))
 

@@ -244,9 +244,9 @@ class FleetSearch:
         behind: list[list[ServedRate]] = []
         with self.progress.part(0.5, 0.9):
             for found in self.progress.each(promising):
-                near = max(_most(judged) * (1 - SAME), floor)
-                may_reach = _most(found) * MAX_ROUGH_RATIO >= near
-                reached = self._judge_family(found, near)[:1] if may_reach else []
+                linear_near = max(_most(judged) * (1 - SAME), floor)
+                may_reach = _most(found) * MAX_ROUGH_RATIO >= linear_near
+                reached = self._judge_family(found, linear_near)[:1] if may_reach else []
                 judged += reached
                 if not reached:
                     behind.append(found)
@@ -352,7 +352,7 @@ class FleetSearch:
 def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
     machine, prompt_machine = question.machine, question.prompt_machine
     time, prompt_time = (
-        each.time.near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
+        each.time.linear_near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
     )
     largest = traffic.totals[-1]
     boundaries: dict[int, float] = {}

@@ -42,17 +42,18 @@ class CurvedStepTime(StepTime):
         ]
         object.__setattr__(self, "_slopes", (*rises, max(rises[-1], 0.0)))
 
-    def tokens_s(self, tokens: float) -> float:
+    def curve_seconds(self, tokens: float) -> float:
         at = bisect_right(self.knots, tokens) - 1
         return self.knots_s[at] + self._slopes[at] * (tokens - self.knots[at])
 
-    def least_tokens_s(self, tokens: float, steps: float) -> float:
+    def least_curve_seconds(self, tokens: float, steps: float) -> float:
         if steps <= 0:
             return 0.0
         # Jensen: with the convex hull below the curve, equal steps take least.
         each = tokens / steps
         hull: list[tuple[float, float]] = []
-        for point in [*zip(self.knots, self.knots_s, strict=True), (FAR, self.tokens_s(FAR))][1:]:
+        points = [*zip(self.knots, self.knots_s, strict=True), (FAR, self.curve_seconds(FAR))]
+        for point in points[1:]:  # not the knot at 0 tokens
             while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
                 hull.pop()
             hull.append(point)
@@ -65,8 +66,8 @@ class CurvedStepTime(StepTime):
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int
     ) -> int:
-        left = seconds - self._before(decodes, context_tokens) - self._once(context)
-        left -= self.tokens_s(decodes)
+        left = seconds - self._base_seconds(decodes, context_tokens) - self._prompt_seconds(context)
+        left -= self.curve_seconds(decodes)
         if left <= 0 or seconds < self.floor_s:
             return 0
         knots, slopes, pair = self.knots, self._slopes, self.pair_s
@@ -86,27 +87,23 @@ class CurvedStepTime(StepTime):
             return done + (int(min(2 * left / divisor, UNBOUNDED)) if divisor > 0 else UNBOUNDED)
 
     def chunk_seconds(self, chunk: Chunk) -> float:
-        rise = self.tokens_s(1 + chunk.tokens) - self.tokens_s(1)
+        rise = self.curve_seconds(1 + chunk.tokens) - self.curve_seconds(1)
         return StepTime.chunk_seconds(self, chunk) + rise
 
-    def near(self, decodes: int, tokens: int) -> StepTime:
+    def linear_near(self, decodes: int, tokens: int) -> StepTime:
         decodes = max(decodes, 2)
-        decodes_s = self.tokens_s(decodes)
-        per_decode_s = max((decodes_s - self.tokens_s(1)) / (decodes - 1), 0.0)
+        decodes_s = self.curve_seconds(decodes)
+        per_decode_s = max((decodes_s - self.curve_seconds(1)) / (decodes - 1), 0.0)
         prefill = max(tokens, 1)
-        prefill_s = max(self.tokens_s(decodes + prefill) - decodes_s, 0.0)
-        return StepTime(
-            decode_fixed_s=self.decode_fixed_s + max(decodes_s - per_decode_s * decodes, 0.0),
-            decode_s=self.decode_s + per_decode_s,
-            context_s=self.context_s,
-            prefill_fixed_s=self.prefill_fixed_s + decodes_s,
-            prefill_s=self.prefill_s + prefill_s / prefill,
-            pair_s=self.pair_s,
-            mixed_s=self.mixed_s,
-            floor_s=self.floor_s,
-            prompt_fixed_s=self.prompt_fixed_s,
-            read_s=self.read_s,
-        )
+        prefill_s = max(self.curve_seconds(decodes + prefill) - decodes_s, 0.0)
+        of_curve = {
+            "decode_fixed_s": max(decodes_s - per_decode_s * decodes, 0.0),
+            "decode_s": per_decode_s,
+            "prefill_fixed_s": decodes_s,
+            "prefill_s": prefill_s / prefill,
+        }
+        own = StepTime.to_json(self)
+        return StepTime(**{name: own[name] + of_curve.get(name, 0.0) for name in own})
 
     def to_json(self) -> dict[str, Any]:
         curve = [list(pair) for pair in zip(self.knots, self.knots_s, strict=True)]

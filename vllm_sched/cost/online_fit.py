@@ -16,12 +16,10 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.step_time import StepShape, StepTime
-
-Kind = Literal["decode", "prefill", "mixed"]
+from vllm_sched.cost.step_time import StepKind, StepShape, StepTime
 
 # Share of a kind's sums that remains after a step of that kind.
 SUMS_MEMORY: Final = 0.995
@@ -39,7 +37,7 @@ FITTED_NAMES: Final = (
     "prompt_fixed_s", "read_s",
 )  # fmt: skip
 # Indices of each feature's coefficients; the constant comes first.
-FEATURE_COEFFICIENTS: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
+FEATURE_COEFFICIENTS: Final[dict[StepKind, tuple[tuple[int, ...], ...]]] = {
     "decode": ((0,), (1,), (2,)),
     "prefill": ((3,), (4,), (5,), (7,), (8,)),
     "mixed": ((0, 6), (1,), (2,), (4,), (5,), (7,), (8,)),
@@ -51,12 +49,6 @@ VARIANCE_RIDGE: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0, 64.0)
 # Instead of a negative fixed part of decode steps, a slope is dropped.
 FIXED: Final = 0
 SLOPES: Final = (2, 1)
-
-
-def kind_of(shape: StepShape) -> Kind:
-    if not shape.prefill_tokens:
-        return "decode"
-    return "mixed" if shape.decodes else "prefill"
 
 
 @dataclass(slots=True)
@@ -72,13 +64,9 @@ class FitSums:
 
     def add(self, row: tuple[float, ...], seconds: float, weight: float, memory: float) -> None:
         new = [weight * left * right for index, left in enumerate(row) for right in row[index:]]
-        self.products = [
-            memory * old + added for old, added in zip(self.products, new, strict=True)
-        ]
+        self.products = [memory * old + p for old, p in zip(self.products, new, strict=True)]
         weighted = weight * seconds
-        self.times = [
-            memory * old + weighted * each for old, each in zip(self.times, row, strict=True)
-        ]
+        self.times = [memory * old + weighted * x for old, x in zip(self.times, row, strict=True)]
         self.steps += 1
 
     def fade(self, share: float) -> None:
@@ -87,16 +75,19 @@ class FitSums:
         self.steps = math.ceil(share * self.steps)
 
 
+def new_sums() -> dict[StepKind, FitSums]:
+    return {kind: FitSums(len(places)) for kind, places in FEATURE_COEFFICIENTS.items()}
+
+
 class OnlineFit:
     def __init__(self) -> None:
-        self._sums: dict[Kind, FitSums] = {
-            kind: FitSums(len(FEATURE_COEFFICIENTS[kind])) for kind in FEATURE_COEFFICIENTS
-        }
-        self._early: list[tuple[Kind, StepShape, float]] = []  # not yet in the sums
-        self._took: dict[Kind, deque[float]] = {
+        self._sums = new_sums()
+        self._early_steps: list[tuple[StepKind, StepShape, float]] = []  # not yet in the sums
+        # Seconds of these steps.
+        self._early_times: dict[StepKind, deque[float]] = {
             kind: deque(maxlen=MAX_EARLY_STEPS) for kind in FEATURE_COEFFICIENTS
         }
-        self._seen: Counter[Kind] = Counter()
+        self._step_counts: Counter[StepKind] = Counter()
         self._unsolved = 0
         self._model: StepTime | None = None
         # The usual relative error of the prediction.
@@ -105,30 +96,36 @@ class OnlineFit:
     def observe(self, shape: StepShape, seconds: float) -> None:
         if not 0 < seconds < math.inf or not (shape.prefill_tokens or shape.decodes):
             return
-        kind = kind_of(shape)
-        self._seen[kind] += 1
+        kind = shape.kind
+        self._step_counts[kind] += 1
         self._unsolved += 1
         if (model := self._model) is None:
-            self._early.append((kind, shape, seconds))
+            self._early_steps.append((kind, shape, seconds))
         else:
             self._add(kind, shape, seconds, self._weight(model, shape, seconds))
         if self._unsolved >= SOLVE_EVERY or (model is None and self._has_enough()):
             self._unsolved = 0
-            self._use_early()
+            self._add_early_steps()
             if self._has_enough():
-                self._model = solve(self._sums, self.spread, 1 / (1 - SUMS_MEMORY))
+                self._model = solve_coefficients(self._sums, self.spread, 1 / (1 - SUMS_MEMORY))
 
-    def forget(self, kind: Kind, outlives: float) -> None:
-        self._sums[kind].fade(outlives)
+    def forget(self, kind: StepKind, share_left: float) -> None:
+        """Give the steps of a kind so far only this share of their weight."""
+        self._sums[kind].fade(share_left)
 
     @property
     def model(self) -> StepTime | None:
         return self._model
 
-    def count_of(self, kind: Kind) -> int:
-        return self._seen[kind]
+    def coefficients(self) -> Mapping[str, float]:
+        """Return the coefficients by name, none before the first solution."""
+        return {} if self._model is None else self._model.to_json()
+
+    def count_of(self, kind: StepKind) -> int:
+        return self._step_counts[kind]
 
     def slowest(self, shape: StepShape, others: Sequence[StepShape]) -> StepShape:
+        """Return the shape that takes longest: ranks wait for each other."""
         if not others:
             return shape
         shapes = (shape, *others)
@@ -136,21 +133,20 @@ class OnlineFit:
             return max(shapes, key=lambda each: (each.prefill_tokens, each.decodes))
         return max(shapes, key=model.seconds)
 
-    def _add(self, kind: Kind, shape: StepShape, seconds: float, weight: float) -> None:
+    def _add(self, kind: StepKind, shape: StepShape, seconds: float, weight: float) -> None:
         self._sums[kind].add(row_of(kind, shape), seconds, weight, SUMS_MEMORY)
 
-    def _use_early(self) -> None:
-        for kind, _, seconds in self._early:
-            self._took[kind].append(seconds)
-        usual = {kind: statistics.median(took) for kind, took in self._took.items() if took}
-        for kind, shape, seconds in self._early:
+    def _add_early_steps(self) -> None:
+        for kind, _, seconds in self._early_steps:
+            self._early_times[kind].append(seconds)
+        usual = {kind: statistics.median(s) for kind, s in self._early_times.items() if s}
+        for kind, shape, seconds in self._early_steps:
             others = [median for other, median in usual.items() if other != kind]
-            odd = len(self._took[kind]) == 1 and seconds < MIN_MEDIAN_RATIO * min(
-                others, default=0.0
-            )
-            larger = max(seconds, max(others) if odd else usual[kind])
+            is_lone = len(self._early_times[kind]) == 1
+            is_outlier = is_lone and seconds < MIN_MEDIAN_RATIO * min(others, default=0.0)
+            larger = max(seconds, max(others) if is_outlier else usual[kind])
             self._add(kind, shape, seconds, 1.0 / (larger * larger))
-        self._early.clear()
+        self._early_steps.clear()
 
     def _weight(self, model: StepTime, shape: StepShape, seconds: float) -> float:
         expected = model.seconds(shape)
@@ -162,7 +158,8 @@ class OnlineFit:
         return (1.0 if error <= usual else usual / error) / (larger * larger)
 
     def _has_enough(self) -> bool:
-        decode, prefill, mixed = (self._seen[kind] for kind in ("decode", "prefill", "mixed"))
+        steps = self._step_counts
+        decode, prefill, mixed = steps["decode"], steps["prefill"], steps["mixed"]
         return (
             decode + prefill + mixed >= MIN_STEPS
             and decode + mixed >= MIN_DECODE_STEPS
@@ -170,7 +167,9 @@ class OnlineFit:
         )
 
 
-def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.inf) -> StepTime:
+def solve_coefficients(
+    sums: Mapping[StepKind, FitSums], spread: float, most_steps: float = math.inf
+) -> StepTime:
     """Return the best coefficients; `spread` is the usual relative error."""
     size = len(FITTED_NAMES)
     matrix = [[0.0] * size for _ in range(size)]
@@ -194,7 +193,7 @@ def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.
         least + doubt * spread * spread / max(count, 1.0)
         for least, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
     ]
-    solved = non_negative(matrix, right, ridge, kept=FIXED, rather=SLOPES)
+    solved = non_negative(matrix, right, ridge, protected=FIXED, dropped_instead=SLOPES)
     found = dict(zip(FITTED_NAMES, solved, strict=True))
     if not sums["prefill"].steps:
         # No prefill-only steps: such a step reads the weights too.
@@ -202,23 +201,11 @@ def solve(sums: Mapping[Kind, FitSums], spread: float, most_steps: float = math.
     return StepTime(**found)
 
 
-def row_of(kind: Kind, shape: StepShape) -> tuple[float, ...]:
+def row_of(kind: StepKind, shape: StepShape) -> tuple[float, ...]:
+    """Return a step's features, in the order of `FEATURE_COEFFICIENTS`."""
+    decode = float(shape.decodes), float(shape.context_tokens)
     if kind == "decode":
-        return (1.0, float(shape.decodes), float(shape.context_tokens))
-    if kind == "prefill":
-        return (
-            1.0,
-            float(shape.prefill_tokens),
-            shape.pairs,
-            float(shape.prompts),
-            float(shape.read_tokens),
-        )
-    return (
-        1.0,
-        float(shape.decodes),
-        float(shape.context_tokens),
-        float(shape.prefill_tokens),
-        shape.pairs,
-        float(shape.prompts),
-        float(shape.read_tokens),
-    )
+        return (1.0, *decode)
+    tokens, prompts = float(shape.prefill_tokens), float(shape.prompts)
+    prefill = tokens, shape.pairs, prompts, float(shape.read_tokens)
+    return (1.0, *prefill) if kind == "prefill" else (1.0, *decode, *prefill)

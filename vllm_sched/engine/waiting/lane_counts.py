@@ -39,7 +39,7 @@ class HeldTime:
             for points in (times, sums):
                 del points[1:OLD_POINTS:2]
 
-    def since(self, when: float) -> float:
+    def seconds_since(self, when: float) -> float:
         """Return the seconds of holds after `when`."""
         times, sums = self._times, self._sums
         after = bisect_right(times, when)
@@ -72,13 +72,13 @@ class LaneCounts:
             count.requests += requests
             count.tokens += tokens
 
-    def note_gate(self, lane: LaneKey, by: int | None) -> None:
+    def record_gate(self, lane: LaneKey, by: int | None) -> None:
         if by is None:
             self.held_by.pop(lane, None)
         else:
             self.held_by[lane] = by
 
-    def note_waits(self, heads: Iterable[tuple[LaneKey, float]]) -> None:
+    def set_waits(self, heads: Iterable[tuple[LaneKey, float]]) -> None:
         for counts in self.by_policy:
             for count in counts.values():
                 count.waited = 0.0
@@ -88,7 +88,7 @@ class LaneCounts:
                 if waited > count.waited:
                     count.waited = waited
 
-    def note_held(self, barred: Counter[LaneKey]) -> None:
+    def set_held(self, barred: Counter[LaneKey]) -> None:
         """Count held requests, and other requests that cannot begin."""
         for counts in self.by_policy:
             for count in counts.values():

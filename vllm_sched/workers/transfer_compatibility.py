@@ -11,7 +11,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import CONFIG_FLAG, expanded, fields, key, last, parse
+from vllm_sched.workers.flags import (
+    CONFIG_FLAG,
+    json_key,
+    json_object,
+    last_value,
+    parse,
+    with_config_file,
+)
 from vllm_sched.workers.transfer import CPU_BLOCK
 
 # The memory layout of blocks. The values are the defaults on an accelerator and on a CPU, where
@@ -66,7 +73,7 @@ SYNONYMS: Mapping[tuple[str, str], str] = {
 }
 
 
-def differences(
+def incompatible_flags(
     args: Sequence[str], others: Sequence[str], *, model: str = ""
 ) -> Iterator[tuple[str, str, str]]:
     """Yield each flag that makes the two ends incompatible, as (flag, value here, value there).
@@ -74,7 +81,7 @@ def differences(
     An explicit value that equals the other end's default is compatible. `model` is what both ends
     load; it is also the default of `--tokenizer`.
     """
-    args, others = expanded(args), expanded(others)
+    args, others = with_config_file(args), with_config_file(others)
     for name in LAYOUT_FLAGS:
         ours, theirs = _explicit_value(args, name), _explicit_value(others, name)
         if not any(
@@ -101,10 +108,10 @@ def differences(
 
 def _explicit_value(args: Sequence[str], name: str) -> str:
     """Return the explicit value of a flag or its object key, or an empty text."""
-    found = last(args, name)
-    if found is None and name == "--attention-backend":
-        found = key(args, "--attention-config", "backend")
-    return found if isinstance(found, str) else ""
+    value = last_value(args, name)
+    if value is None and name == "--attention-backend":
+        value = json_key(args, "--attention-config", "backend")
+    return value if isinstance(value, str) else ""
 
 
 def _layout_value(name: str, value: str, *, on_cpu: bool) -> str:
@@ -125,43 +132,42 @@ def _used_value(args: Sequence[str], name: str, model: str) -> str:
 
 def _json_value(args: Sequence[str], name: str) -> str:
     """Return the normalised JSON of a flag or its keys, or an empty text."""
-    if found := fields(args, name):
-        return json.dumps(found, sort_keys=True)
-    text = last(args, name) or ""  # vLLM refuses text that is not a JSON object
+    if value := json_object(args, name):
+        return json.dumps(value, sort_keys=True)
+    text = last_value(args, name) or ""  # vLLM refuses text that is not a JSON object
     return "" if text.strip() == "{}" else text
 
 
 def _draft_settings(args: Sequence[str], model: str) -> str:
     """Return the draft settings that must match as normalised JSON, or an empty text."""
-    given = {
-        name.replace("-", "_"): value for name, value in (fields(args, DRAFT_FLAG) or {}).items()
-    }
-    given |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last(args, flag))}
-    found = {name: given[name] for name in COMPARED_DRAFT_KEYS if given.get(name)}
-    if DRAFTS_WITHOUT_LAYERS & {str(found.get("method")), str(found.get("model"))}:
+    given = json_object(args, DRAFT_FLAG) or {}
+    given = {name.replace("-", "_"): value for name, value in given.items()}
+    given |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last_value(args, flag))}
+    compared = {name: given[name] for name in COMPARED_DRAFT_KEYS if given.get(name)}
+    if DRAFTS_WITHOUT_LAYERS & {str(compared.get("method")), str(compared.get("model"))}:
         return ""
-    if str(found.get("method")).endswith("_mtp"):  # older names, one per model family
-        found["method"] = "mtp"
-    if "model" in found and found.get("method") == DRAFT_MODEL:  # the default method
-        del found["method"]
-    if found.get("model") == model and "method" in found:  # the default model
-        del found["model"]
-    return json.dumps(found, sort_keys=True) if found else ""
+    if str(compared.get("method")).endswith("_mtp"):  # older names, one per model family
+        compared["method"] = "mtp"
+    if "model" in compared and compared.get("method") == DRAFT_MODEL:  # the default method
+        del compared["method"]
+    if compared.get("model") == model and "method" in compared:  # the default model
+        del compared["model"]
+    return json.dumps(compared, sort_keys=True) if compared else ""
 
 
 def _adapters(args: Sequence[str], name: str) -> str:
     """Return a worker's initial adapters as sorted NAME=PATH words."""
-    found: dict[str, str] = {}
-    named = False
+    paths: dict[str, str] = {}
+    in_flag = False  # values may follow as words of their own
     for flag in parse(args):
         if flag.name:
-            named = flag.name == name
-            if named:
-                found.clear()  # the last of several flags wins
-        if named and flag.value:
+            in_flag = flag.name == name
+            if in_flag:
+                paths.clear()  # the last of several flags wins
+        if in_flag and flag.value:
             adapter, path = _parse_adapter(flag.value)
-            found[adapter] = path
-    return " ".join(f"{adapter}={path}" for adapter, path in sorted(found.items()))
+            paths[adapter] = path
+    return " ".join(f"{adapter}={path}" for adapter, path in sorted(paths.items()))
 
 
 def _parse_adapter(text: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm_sched.policies.service.running import RunningLanes
+from vllm_sched.policies.service_classes.running import RunningLanes
 from vllm_sched.policies.types import RequestView
 
 
@@ -16,34 +16,37 @@ class OverdueTurns:
         self.releases = 0
         self._max_wait_s = max_wait_s
         self._running = running
-        # Fronts of the current step that go first; False if they were released before.
-        self._due: dict[str, bool] = {}
+        # Heads that go first in this step; False if they were released before.
+        self._first_heads: dict[str, bool] = {}
 
     def begin_step(self) -> None:
-        self._due.clear()
+        self._first_heads.clear()
 
-    def is_due(self, lane: str, head: RequestView, waited: float) -> bool:
+    def check_head(self, lane: str, head: RequestView, waited: float) -> bool:
+        """Note and return whether the head goes before all lanes."""
         name, released = head.request_id, self.released.get(lane)
-        self._due.pop(name, None)
+        self._first_heads.pop(name, None)
         if released in self._running.requests:
             return False
         # The released request was preempted and is back, or later ones precede it.
         is_back = released is not None and (released == name or head.num_preemptions > 0)
         if is_back or waited >= self._max_wait_s[lane]:
-            self._due[name] = not is_back
-        return name in self._due
+            self._first_heads[name] = not is_back
+        return name in self._first_heads
 
-    def is_new(self, name: str) -> bool:
+    def goes_first(self, name: str) -> bool:
+        return name in self._first_heads
+
+    def is_next_release(self, name: str) -> bool:
         """Return whether the head goes first, and was not released before."""
-        return self._due.get(name, False)
+        return self._first_heads.get(name, False)
 
-    def pop(self, name: str) -> bool | None:
-        """Forget a head; return `is_new`, or None if it does not go first."""
-        return self._due.pop(name, None)
-
-    def release(self, lane: str, name: str) -> None:
-        self.released[lane] = name
-        self.releases += 1
+    def record_admission(self, lane: str, name: str) -> bool:
+        """Note that a head went first; return whether this released it."""
+        if is_release := self._first_heads.pop(name):
+            self.released[lane] = name
+            self.releases += 1
+        return is_release
 
     def record_departure(self, lane: str, name: str) -> bool:
         """Return whether the request was released."""

@@ -8,8 +8,9 @@ import pytest
 
 from proxy.config import TransferConfig, WorkerConfig
 from vllm_sched.cli.fleet.wiring import transfer_wiring
-from vllm_sched.workers import ends, launch
-from vllm_sched.workers.flags import last
+from vllm_sched.workers import launch
+from vllm_sched.workers.flags import last_value
+from vllm_sched.workers.transfer_compatibility import LAYOUT_FLAGS, incompatible_flags
 
 pytestmark = pytest.mark.usefixtures("cpu")
 BLOCK, DTYPE = "--block-size", "--dtype"
@@ -55,8 +56,8 @@ def test_layout_flags_that_differ(
     apart: list[str],
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: on_cpu)
-    assert [flag for flag, _, _ in ends.differences(first, second)] == apart
-    assert [flag for flag, _, _ in ends.differences(second, first)] == apart
+    assert [flag for flag, _, _ in incompatible_flags(first, second)] == apart
+    assert [flag for flag, _, _ in incompatible_flags(second, first)] == apart
 
 
 def test_both_defaults_are_accepted_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +66,8 @@ def test_both_defaults_are_accepted_without_vllm(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(launch, "on_cpu", none)
     for block in ("16", "128"):
-        assert not [*ends.differences([BLOCK, block], [])]
-    assert [*ends.differences([BLOCK, "64"], [])] == [(BLOCK, "64", "")]
+        assert not [*incompatible_flags([BLOCK, block], [])]
+    assert [*incompatible_flags([BLOCK, "64"], [])] == [(BLOCK, "64", "")]
 
 
 def test_defaults_match_the_launch_flags() -> None:
@@ -77,8 +78,8 @@ def test_defaults_match_the_launch_flags() -> None:
             TransferConfig(connector="nixl"), WorkerConfig(name="p", role="prefill")
         ).flags,
     ]
-    assert last(flags, BLOCK) == ends.LAYOUT_FLAGS[BLOCK][True]
-    assert last(flags, DTYPE) == ends.LAYOUT_FLAGS[DTYPE][True]
+    assert last_value(flags, BLOCK) == LAYOUT_FLAGS[BLOCK][True]
+    assert last_value(flags, DTYPE) == LAYOUT_FLAGS[DTYPE][True]
 
 
 # Weights and prompts
@@ -153,7 +154,7 @@ def test_weight_and_prompt_flags_that_differ(
     first: list[str], second: list[str], apart: list[str]
 ) -> None:
     for one, other in ((first, second), (second, first)):
-        assert [flag for flag, _, _ in ends.differences(one, other, model="org/m")] == apart
+        assert [flag for flag, _, _ in incompatible_flags(one, other, model="org/m")] == apart
 
 
 def test_flags_of_config_files_are_compared(tmp_path: Path) -> None:
@@ -165,9 +166,11 @@ def test_flags_of_config_files_are_compared(tmp_path: Path) -> None:
     other.write_text("revision: abc\n")
     same = ["--revision=abc", TRUST, "--hf-overrides.a=1", "--lora-modules", "b=/b", "a=/a"]
     config = ["--config", str(file)]
-    assert [*ends.differences(config, same)] == []
-    assert [*ends.differences([*config, "--revision=def"], same)] == [("--revision", "def", "abc")]
-    apart = [flag for flag, _, _ in ends.differences(config, [f"--config={other}"])]
+    assert [*incompatible_flags(config, same)] == []
+    assert [*incompatible_flags([*config, "--revision=def"], same)] == [
+        ("--revision", "def", "abc")
+    ]
+    apart = [flag for flag, _, _ in incompatible_flags(config, [f"--config={other}"])]
     assert apart == ["--hf-overrides", TRUST, "--lora-modules"]
 
 
@@ -175,11 +178,11 @@ def test_unreadable_config_files_differ_by_path(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     for text in ("- a list", "a: [", "\0"):
         broken.write_text(text)
-        found = [*ends.differences(["--config", str(broken)], ["--config=/elsewhere/d.yaml"])]
+        found = [*incompatible_flags(["--config", str(broken)], ["--config=/elsewhere/d.yaml"])]
         assert found == [("--config", str(broken), "/elsewhere/d.yaml")]
-    assert [*ends.differences(["--config", "/x.yaml"], ["--config=/x.yaml"])] == []
+    assert [*incompatible_flags(["--config", "/x.yaml"], ["--config=/x.yaml"])] == []
 
 
 def test_differences_of_objects_and_switches_are_shown_as_flags() -> None:
-    found = [*ends.differences(["--hf-overrides.a=1", TRUST], [])]
+    found = [*incompatible_flags(["--hf-overrides.a=1", TRUST], [])]
     assert found == [("--hf-overrides", '{"a": 1}', ""), (TRUST, "yes", "")]

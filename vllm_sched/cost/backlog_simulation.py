@@ -19,7 +19,7 @@ REQUESTS = 40_000
 
 
 @dataclass(frozen=True, slots=True)
-class EventRun:
+class BacklogRun:
     throughput: float  # requests per second
     completion_s: float  # mean; all requests are present at the start
     served_s: float  # mean, from the start of prefill to the last token
@@ -28,14 +28,19 @@ class EventRun:
     itl_max_s: float
 
 
-def play(
-    regime: Regime, threshold: int, *, requests: int = REQUESTS, seed: int = 0, alike: bool = False
-) -> EventRun:
+def simulate_backlog(
+    regime: Regime,
+    threshold: int,
+    *,
+    requests: int = REQUESTS,
+    seed: int = 0,
+    equal_prompts: bool = False,
+) -> BacklogRun:
     """Simulate a backlog until `requests` have departed, in whole cycles of prefill and decode."""
     rng = random.Random(seed)
     count = requests + regime.slots
     outputs = _outputs(rng, count, regime.mean_output)
-    lengths = [1.0] * count if alike else [-math.log(u) for u in _even(rng, count)]
+    lengths = [1.0] * count if equal_prompts else [-math.log(u) for u in _stratified(rng, count)]
     system = ClosedSystem(regime, outputs, lengths)
     while True:
         free = regime.slots - system.active
@@ -45,7 +50,7 @@ def play(
         elif system.departed < requests:
             system.run_step(joining=free)
         else:
-            return system.result(regime.batch(free))
+            return system.result(regime.batch_seconds(free))
 
 
 class ClosedSystem:
@@ -58,7 +63,7 @@ class ClosedSystem:
         self._outputs = outputs
         self._lengths = lengths
         self._admitted = regime.slots
-        self._now = self._finished = self._served = 0.0
+        self._now, self._completion_sum_s, self._served_sum_s = 0.0, 0.0, 0.0
         self._step = 0
         self._gaps: list[tuple[float, int]] = []
         self._ends: defaultdict[int, list[float]] = defaultdict(list)  # admissions, by last step
@@ -71,7 +76,7 @@ class ClosedSystem:
         """Pass the equal steps before the next departure."""
         steps = self._due[0] - self._step
         if steps > 0:
-            seconds = self._regime.decode(self.active)
+            seconds = self._regime.decode_seconds(self.active)
             self._now += steps * seconds
             self._gaps.append((seconds, steps * self.active))
             self._step = self._due[0]
@@ -80,7 +85,7 @@ class ClosedSystem:
         prefill_s = self._admit(joining) if joining else 0.0
         active, pauses = self.active, self._regime.decodes_pause
         decoding = active + joining if pauses else active
-        decode_s = self._regime.decode(decoding)
+        decode_s = self._regime.decode_seconds(decoding)
         step_s = prefill_s + decode_s
         self._now = now = self._now + step_s
         if active:
@@ -88,13 +93,13 @@ class ClosedSystem:
         if decoding > active:
             self._gaps.append((decode_s, decoding - active))
         self.active = active + joining
-        if gone := self._ends.pop(self._step, None):
+        if admissions := self._ends.pop(self._step, None):
             heapq.heappop(self._due)
-            count = len(gone)
+            count = len(admissions)
             self.active -= count
             self.departed += count
-            self._finished += now * count
-            self._served += now * count - math.fsum(gone)
+            self._completion_sum_s += now * count
+            self._served_sum_s += now * count - math.fsum(admissions)
         self._step += 1
 
     def _admit(self, count: int) -> float:
@@ -109,27 +114,28 @@ class ClosedSystem:
             if last not in ends:
                 heapq.heappush(self._due, last)
             ends[last].append(now)
-        return self._regime.batch(math.fsum(self._lengths[ahead]))
+        return self._regime.batch_seconds(math.fsum(self._lengths[ahead]))
 
-    def result(self, last_prefill_s: float) -> EventRun:
+    def result(self, last_prefill_s: float) -> BacklogRun:
         departed, now = self.departed, self._now + last_prefill_s
         spread = _percentiles(self._gaps)
-        return EventRun(departed / now, self._finished / departed, self._served / departed, *spread)
+        completion_s, served_s = self._completion_sum_s / departed, self._served_sum_s / departed
+        return BacklogRun(departed / now, completion_s, served_s, *spread)
 
 
 def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:
     if mean <= 1:
         return [1] * count
     log_rest = math.log1p(-1 / mean)
-    drawn = [math.ceil(math.log(u) / log_rest) for u in _even(rng, count)]
-    return [max(each, 1) for each in drawn]
+    samples = [math.ceil(math.log(u) / log_rest) for u in _stratified(rng, count)]
+    return [max(output, 1) for output in samples]
 
 
-def _even(rng: random.Random, count: int) -> list[float]:
+def _stratified(rng: random.Random, count: int) -> list[float]:
     """Draw one number from each of `count` equal parts of (0, 1], in random order."""
-    drawn = [(index + 1 - rng.random()) / count for index in range(count)]
-    rng.shuffle(drawn)
-    return drawn
+    samples = [(index + 1 - rng.random()) / count for index in range(count)]
+    rng.shuffle(samples)
+    return samples
 
 
 def _percentiles(gaps: list[tuple[float, int]]) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.online_fit import OnlineFit
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 TRUE = StepTime(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sched.cost.events import play
+from vllm_sched.cost.backlog_simulation import simulate_backlog
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 
@@ -37,21 +37,21 @@ def test_throughput_is_within_one_percent_of_the_recursion(name: str, decodes_pa
     regime = replace(system, decodes_pause=decodes_pause)
     exact = Recursion(regime)
     for threshold in thresholds:
-        played = play(regime, threshold, requests=requests)
+        played = simulate_backlog(regime, threshold, requests=requests)
         assert played.throughput == pytest.approx(exact.solve_for(threshold).throughput, rel=0.01)
-    again, other = (play(regime, 3, requests=500, seed=seed) for seed in (0, 1))
-    assert again == play(regime, 3, requests=500, seed=0) != other
+    again, other = (simulate_backlog(regime, 3, requests=500, seed=seed) for seed in (0, 1))
+    assert again == simulate_backlog(regime, 3, requests=500, seed=0) != other
 
 
 def test_itl_p99_grows_with_the_threshold_as_published() -> None:
-    alike = [play(paper(), k, alike=True).itl_p99_s for k in (1, 13, 26)]
+    alike = [simulate_backlog(paper(), k, equal_prompts=True).itl_p99_s for k in (1, 13, 26)]
     assert alike == pytest.approx([0.121, 0.351, 0.602], rel=0.02)
-    spread = [play(paper(), k).itl_p99_s for k in (1, 13, 26)]
+    spread = [simulate_backlog(paper(), k).itl_p99_s for k in (1, 13, 26)]
     assert all(wide > narrow for wide, narrow in zip(spread, alike, strict=True))
 
 
 def test_completion_time_matches_the_paper() -> None:
-    at_once, best = play(paper(), 1), play(paper(), 26)
+    at_once, best = simulate_backlog(paper(), 1), simulate_backlog(paper(), 26)
     assert best.served_s / at_once.served_s == pytest.approx(0.86, abs=0.01)
     assert best.completion_s / at_once.completion_s == pytest.approx(1 / 1.143, abs=0.01)
 
@@ -59,6 +59,6 @@ def test_completion_time_matches_the_paper() -> None:
 def test_single_slot_matches_a_calculation_by_hand() -> None:
     # One slot: a step of 10 ms per token, and 30 ms of prefill that delays no other request.
     regime = Regime(1, 5.0, 0.010, 0.0, 0.010, 0.020, decodes_pause=True)
-    played = play(regime, 1, requests=1000, alike=True)
+    played = simulate_backlog(regime, 1, requests=1000, equal_prompts=True)
     assert played.itl_max_s == pytest.approx(0.010)
     assert played.throughput == pytest.approx(1 / (5 * 0.010 + 0.030), rel=0.01)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sched.cost.curved import CURVE, CurvedStepTime, step_time_of
+from vllm_sched.cost.curved_step_time import CURVE, CurvedStepTime, step_time_of
 from vllm_sched.cost.step_time import Chunk, StepShape, StepTime
 from vllm_sched.errors import UsageError
 
@@ -29,7 +29,7 @@ def test_prefills_and_decodes_share_the_curve() -> None:
         0.003
     )
     # After the last knot it goes on as before it.
-    assert CURVED.tokens_s(2000) == pytest.approx(0.195)
+    assert CURVED.curve_seconds(2000) == pytest.approx(0.195)
 
 
 def test_the_largest_chunk_fits_and_one_more_token_does_not() -> None:
@@ -56,11 +56,11 @@ def test_what_a_chunk_adds_to_a_decode() -> None:
 
 
 def test_near_it_is_linear() -> None:
-    near = CURVED.near(50, 400)
+    near = CURVED.linear_near(50, 400)
     assert type(near) is StepTime
     for shape in (StepShape(decodes=50), StepShape(decodes=50, prefill_tokens=400)):
         assert near.seconds(shape) == pytest.approx(CURVED.seconds(shape), rel=0.01)
-    assert LINEAR.near(50, 400) is LINEAR
+    assert LINEAR.linear_near(50, 400) is LINEAR
 
 
 def test_no_division_into_steps_takes_less_than_the_bound() -> None:
@@ -68,9 +68,9 @@ def test_no_division_into_steps_takes_less_than_the_bound() -> None:
     rng = random.Random(2)
     for _ in range(200):
         steps = [rng.randint(1, 3000) for _ in range(rng.randint(1, 20))]
-        least = bent.least_tokens_s(sum(steps), len(steps))
-        assert 0 < least <= sum(map(bent.tokens_s, steps)) * (1 + 1e-9)
-    assert LINEAR.least_tokens_s(1000, 3) == 0.0
+        least = bent.least_curve_seconds(sum(steps), len(steps))
+        assert 0 < least <= sum(map(bent.curve_seconds, steps)) * (1 + 1e-9)
+    assert LINEAR.least_curve_seconds(1000, 3) == 0.0
 
 
 def test_a_file_keeps_it() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.policies.closed_loop import FakeRequest
-from vllm_sched.policies.service.overdue import OverdueTurns
-from vllm_sched.policies.service.running import RunningLanes
+from vllm_sched.policies.service_classes.overdue import OverdueTurns
+from vllm_sched.policies.service_classes.running import RunningLanes
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,6 @@ def test_preempted_front_goes_first_while_the_released_request_waits(
     name: str, preemptions: int, waited: float, due: bool
 ) -> None:
     turns = OverdueTurns({"batch": 10.0}, RunningLanes(["batch"]))
-    turns.release("batch", "released")
+    turns.released["batch"] = "released"
     head = FakeRequest(name, num_preemptions=preemptions)
-    assert turns.is_due("batch", head, waited) is due
+    assert turns.check_head("batch", head, waited) is due

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -11,6 +13,12 @@ from vllm_sched.policies.kv_cache import KvCache
 from vllm_sched.policies.long_prompts.lookups import LOOK_AGAIN_S
 
 
+class RecentLookup(NamedTuple):
+    request_id: str
+    valid_until: float
+    cached_tokens: int
+
+
 class PrefixCacheLookups:
     """Look-ups of cached prefixes, kept until the cache may have changed."""
 
@@ -18,18 +26,18 @@ class PrefixCacheLookups:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self.tiers = KvTiers(scheduler.connector)
-        self._known: dict[str, int] = {}  # cached tokens, by request
+        self._cached_tokens: dict[str, int] = {}  # by request
         # The state in which they were looked up: step, running, free blocks.
-        self._known_in = (-1, -1, -1)
+        self._looked_up_in = (-1, -1, -1)
         self._now = 0.0
-        self._recent = ("", 0.0, 0)  # request, end of validity, cached tokens
+        self._recent = RecentLookup("", 0.0, 0)
         self.blocks_read = 0  # by the look-ups of this step
 
     def begin_step(self, now: float) -> None:
         self._now = now
         self.blocks_read = 0
 
-    def tokens(self, request: Request) -> int:
+    def cached_tokens(self, request: Request) -> int:
         """Return the tokens of a waiting request that are cached, in a tier, or handed over."""
         scheduler = self._scheduler
         if self.tiers.is_handed_over(request):
@@ -40,24 +48,25 @@ class PrefixCacheLookups:
         # old result will do.
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         state = scheduler.current_step, len(scheduler.running), free
-        if self._known_in != state and admits_requests(scheduler):
-            self._known_in = state
-            self._known.clear()
-        if (known := self._known.get(request.request_id)) is None:
-            known = self._gpu_tokens(request)
-            aligned = known - known % scheduler.block_size
-            known = max(known, aligned + self.tiers.tokens(request, aligned))
-            self._known[request.request_id] = known
-            self.blocks_read += self._kv_cache.blocks_at_most(known)
-        return known
+        if self._looked_up_in != state and admits_requests(scheduler):
+            self._looked_up_in = state
+            self._cached_tokens.clear()
+        if (tokens := self._cached_tokens.get(request.request_id)) is None:
+            tokens = self._gpu_tokens(request)
+            aligned = tokens - tokens % scheduler.block_size
+            tokens = max(tokens, aligned + self.tiers.loadable_tokens(request, aligned))
+            self._cached_tokens[request.request_id] = tokens
+            self.blocks_read += self._kv_cache.blocks_at_most(tokens)
+        return tokens
 
-    def recent_tokens(self, request: Request) -> int:
-        """Return `tokens` by the last look-up of this request, if it is recent."""
-        name, until, known = self._recent
-        if name != request.request_id or self._now > until:
-            known = self.tokens(request)
-            self._recent = request.request_id, self._now + LOOK_AGAIN_S * known, known
-        return known
+    def recent_cached_tokens(self, request: Request) -> int:
+        """Return `cached_tokens` by the last look-up of this request, if it is recent."""
+        recent = self._recent
+        if recent.request_id != request.request_id or self._now > recent.valid_until:
+            tokens = self.cached_tokens(request)
+            valid_until = self._now + LOOK_AGAIN_S * tokens
+            self._recent = recent = RecentLookup(request.request_id, valid_until, tokens)
+        return recent.cached_tokens
 
     def _gpu_tokens(self, request: Request) -> int:
         manager = self._scheduler.kv_cache_manager

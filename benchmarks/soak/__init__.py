@@ -1,0 +1,1 @@
+"""A router under load while faults are injected into its workers."""
