@@ -232,12 +232,9 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     best, *_ = search.family(SHORT_LONG, 4)
     assert best.shape.policy == CHUNKS
     assert rated.judged == [best.shape]
-    # The finalists have policies close to the best, and each boundary.
+    # Only policies close to the best are compared, each with its best shape.
     assert {each.policy for each in rated.compared} == {CHUNKS, BOTH}
-    assert {each.short_limit for each in rated.compared} == {
-        each.short_limit for each in rated.tried
-    }
-    assert len(rated.compared) <= 6
+    assert len(rated.compared) <= 5
 
 
 def test_next_finalist_is_judged_if_the_best_by_one_draw_fails_others(rated: Rated) -> None:
@@ -490,6 +487,15 @@ def test_exact_run_overrules_the_fluid_ranking(
     assert present(found.more).rate > found.best.rate
 
 
+def test_repeated_part_does_not_go_back() -> None:
+    progress = PlanProgress()
+    seen: list[float] = []
+    with progress.part(0.2, 0.4):
+        for _ in range(2):
+            seen += [progress.done for _ in progress.each("ab")]
+    assert seen == pytest.approx([0.2, 0.3, 0.4, 0.4])
+
+
 def test_exact_run_uses_fresh_requests_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -731,8 +737,7 @@ def test_traffic_is_measured_and_a_run_lasts_longer_than_its_target() -> None:
     assert 3 < cached / plain < 5
     trials = FleetSearch(question("1500x30", "ttft:5000", effort=1.0)).trials
     for rate in (1.0, 100.0, 1e6):
-        assert trials.count(rate, fine=True) >= 20 * rate
-        assert trials.count(rate, fine=False) >= 10 * rate
+        assert min(trials.count(rate, fine=fine) for fine in (False, True)) >= 20 * rate
 
 
 def test_growing_queue_fails_though_no_request_is_late() -> None:

@@ -164,12 +164,11 @@ class FleetSearch:
         *others, last = self.question.policies
         tried = shapes(family, gpus, self.traffic_seen(), self._itl_ms())
         splits = [replace(each, policy=last) for each in tried]
-        known = self._roughly.get(gpus, 0.0)
         # This family has many shapes and is rarely the best: drop it early.
         if family == SHORT_APART:
-            floor = max(floor, known)
+            floor = max(floor, self._roughly.get(gpus, 0.0))
         with self.progress.part(0.0, 0.5):
-            found = self._keep_best(splits, floor, likely=known)
+            found = self._keep_best(splits, floor)
         best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
         if not best and not floor:
             best = splits  # none serves anything with that policy
@@ -407,14 +406,13 @@ def _most(found: list[ServedRate]) -> float:
 
 
 def _finalists(found: list[ServedRate]) -> list[ServedRate]:
-    """Return the highest rough rates, and the best of each policy and of each boundary."""
+    """Return the highest rough rates, and the best of each policy within their error."""
     by_rate = sorted(found, key=lambda each: -each.rate)
     chosen = by_rate[:MAX_FINALISTS]
+    policies = {each.shape.policy for each in chosen}
     for each in by_rate[MAX_FINALISTS:]:
-        close = each.rate * MAX_ROUGH_RATIO >= by_rate[0].rate
-        policies = {other.shape.policy for other in chosen}
-        limits = {other.shape.short_limit for other in chosen}
-        if each.shape.short_limit not in limits or (close and each.shape.policy not in policies):
+        if each.shape.policy not in policies and each.rate * MAX_ROUGH_RATIO >= by_rate[0].rate:
+            policies.add(each.shape.policy)
             chosen.append(each)
     return chosen
 

@@ -67,7 +67,6 @@ def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
     return request.prompt_tokens, request.output_tokens, held
 
 
-ROUGH_EFFORT: Final = 0.5  # most effort of a rough run
 # Least requests of a run, and its length in TTFT targets: shorter runs hide a growing queue.
 MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
 COARSE_TTFTS, FINE_TTFTS = 20.0, 25.0
@@ -123,8 +122,7 @@ class FleetTrials:
             else (MIN_COARSE_REQUESTS, MAX_COARSE_REQUESTS)
         )
         most = max(most, math.ceil(rate * MIN_TTFTS * target))
-        effort = question.effort if fine else min(question.effort, ROUGH_EFFORT)
-        return max(round(min(max(rate * lasts, least), most) * effort), 50)
+        return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
     def judging_draws(self) -> list[int]:
         """Return the draws that judge fleets, by falling work; draw 0 is for the rough search."""
