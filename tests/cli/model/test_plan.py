@@ -282,7 +282,7 @@ def interrupting(method: Callable[..., Any], number: int, *, after: int) -> Call
 @pytest.mark.parametrize(
     ("number", "method", "after", "found"),
     [
-        (signal.SIGINT, "judge", 1,
+        (signal.SIGINT, "judge", 2,  # after the hardest draw, and after all
          ["best: 2 general", "one GPU more: not known", "one GPU fewer: not known"]),
         (signal.SIGTERM, "with_one_more", 0,
          ["best: 2 general", "runner-up: 1 prefill + 1 decode", "more: not known"]),

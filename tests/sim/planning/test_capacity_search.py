@@ -47,7 +47,7 @@ class Draws:
     ) -> CapacityVerdict | None:
         """Return the verdict; merged results suffice up to rate `alike`."""
         judge = CapacitySearch(
-            len(self.limits), self.play, lambda _whole: self.played[-1][0] <= alike
+            [*self.limits], self.play, lambda _whole: self.played[-1][0] <= alike
         )  # fmt: skip
         return judge.highest(SHAPE, start, least=least, most=most)
 
@@ -64,8 +64,8 @@ def test_rate_that_one_draw_sustains_by_luck_is_not_returned(start: float) -> No
 
 def test_search_replays_the_draw_that_failed() -> None:
     draws = Draws({1: 90.0, 2: 90.0, 3: 90.0, 4: 10.0})
-    judge = CapacitySearch(4, draws.play, lambda _whole: True)
-    assert judge.highest(SHAPE, 20.0) is not None
+    judge = CapacitySearch([1, 2, 3, 4], draws.play, lambda _whole: True)
+    assert judge.highest(FleetShape(general=2), 20.0) is not None
     del draws.played[:]
     present(judge.highest(SHAPE, 20.0))
     # Bisection over 24 rungs with one draw, then the other three draws at the result.
@@ -82,8 +82,8 @@ def test_search_plays_the_draw_with_the_least_margin_first() -> None:
         played.append(draw)
         return run(9 if rate > limits[draw] / 2 else 10) if rate <= limits[draw] else None
 
-    judge = CapacitySearch(6, play, lambda _whole: True)
-    assert judge.highest(SHAPE, 13.0) is not None
+    judge = CapacitySearch([1, 2, 3, 4, 5, 6], play, lambda _whole: True)
+    assert judge.highest(FleetShape(general=2), 13.0) is not None
     del played[:]
     limits[6] = 11.0  # another fleet may differ
     found = present(judge.highest(SHAPE, 13.0))
@@ -104,11 +104,15 @@ def test_returned_rate_respects_least_and_most() -> None:
     assert at_least.rate >= 9.6
 
 
-def test_each_draw_plays_the_least_rate_before_higher_rates() -> None:
-    draws = Draws({1: 90.0, 2: 90.0, 3: 10.0})
-    assert draws.highest(10.1, least=10.1) is None
-    assert [draw for _, draw in draws.played] == [1, 2, 3]
-    assert len({rate for rate, _ in draws.played}) == 1
+def test_no_run_is_repeated() -> None:
+    draws = Draws({1: 90.0, 2: 10.0, 3: 90.0})
+    judge = CapacitySearch([3, 1, 2], draws.play, lambda _whole: True)
+    first = present(judge.highest(SHAPE, 20.0))
+    assert draws.played[0][1] == 3  # in the given order
+    assert len(set(draws.played)) == len(draws.played)
+    del draws.played[:]
+    assert present(judge.highest(SHAPE, first.rate)).rate == first.rate
+    assert draws.played == []
 
 
 def test_merged_results_must_suffice() -> None:
@@ -149,12 +153,15 @@ def test_draw_far_below_the_first_takes_few_runs() -> None:
     assert len(draws.played) < 25
 
 
-def test_hardest_draw_alone() -> None:
-    draws = Draws({1: 90.0, 2: 10.0, 3: 90.0})
-    judge = CapacitySearch(3, draws.play, lambda _whole: True)
-    assert judge.highest(SHAPE, 20.0) is not None  # the second fails last
+@pytest.mark.parametrize(("count", "limit"), [(1, 10.0), (2, 10.0), (None, 7.0)])
+def test_few_draws_are_those_that_failed_last(count: int | None, limit: float) -> None:
+    draws = Draws({1: 90.0, 2: 10.0, 3: 90.0, 4: 90.0})
+    # All draws together have too few requests in time above 7.
+    judge = CapacitySearch([1, 2, 3, 4], draws.play, lambda _whole: draws.played[-1][0] <= 7.0)
+    assert judge.highest(FleetShape(general=2), 20.0) is not None  # the second fails last
     del draws.played[:]
-    found = present(judge.highest(SHAPE, 9.0, hardest=True))
-    assert 10.0 / RUNG_RATIO < found.rate <= 10.0
-    assert {draw for _, draw in draws.played} == {2}
-    assert judge.highest(SHAPE, 9.0, least=11.0, hardest=True) is None
+    found = present(judge.highest(SHAPE, 9.0, draws=count))
+    assert limit / RUNG_RATIO < found.rate <= limit
+    assert len(found.runs) == len({draw for _, draw in draws.played}) == (count or 4)
+    assert draws.played[0][1] == 2
+    assert judge.highest(SHAPE, 9.0, least=11.0, draws=1) is None

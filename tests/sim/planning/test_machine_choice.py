@@ -80,7 +80,10 @@ def test_pairs_are_of_the_best_precision(families: tuple[str, ...]) -> None:
     machines = [FP8, larger, MACHINE, LARGE, replace(SLOW, flags=FP8.flags, gpus=4)]
     rates = {each.profile: 9.0 - at for at, each in enumerate(machines[:-1])}
 
-    def coarse(search: FleetSearch) -> float:
+    known: list[float] = []
+
+    def coarse(search: FleetSearch, best: float) -> float:
+        known.append(best)
         return rates[search.question.machine.profile]
 
     found = compare_machines(asked, machines, coarse, highest, PlanProgress())
@@ -91,6 +94,7 @@ def test_pairs_are_of_the_best_precision(families: tuple[str, ...]) -> None:
     ]
     wanted = [("fp8", "large fp8"), ("large fp8", "fp8")]
     assert pairs == (wanted if PREFILL_DECODE in families else [])
+    assert known == [0.0] * 4 + [9.0] * len(pairs)  # only close pairs matter
     assert all(
         each.question.families == (PREFILL_DECODE,)
         for each in found
@@ -112,9 +116,13 @@ def test_few_close_candidates_are_planned_in_full() -> None:
 
 def test_coarse_rate_needs_a_fleet() -> None:
     search = FleetSearch(quick(families=(PREFILL_DECODE,)))
-    with pytest.raises(UsageError, match="no rate"):
-        rate_on(1)(search)
-    assert rate_on(2)(search) > 0
+    with pytest.raises(UsageError, match="no rate in time"):
+        rate_on(1)(search, 0.0)
+    rate = rate_on(2)(search, 0.0)
+    assert rate > 0
+    assert rate_on(2)(search, rate) == pytest.approx(rate, rel=0.15)
+    with pytest.raises(UsageError, match=r"less than [0-9.]+ requests/s in time"):
+        rate_on(2)(search, 2 * rate)
 
 
 def test_only_machines_with_the_same_blocks_exchange_them() -> None:

@@ -27,7 +27,6 @@ from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.figures import ClassFigures, FlowResult
 from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning import exact_check
-from vllm_sched.sim.planning.capacity_search import CapacitySearch, CapacityVerdict
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import (
     BOTH,
@@ -140,21 +139,13 @@ class Rated:
 
         def judged(
             _: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0,
-            most: float = math.inf,
+            most: float = math.inf, draws: int | None = None,
         ) -> Any:  # fmt: skip
-            self.judged.append(shape)
-            return self._served(shape, min((self.judge or self.rate_of)(shape), most), least)
+            hardest = draws == 1
+            (self.compared if hardest else self.judged).append(shape)
+            rate_of = self.rate_of if hardest else self.judge or self.rate_of
+            return self._served(shape, min(rate_of(shape), most), least)
 
-        def by_hardest(
-            _: CapacitySearch, shape: FleetShape, _start: float, *, least: float, most: float,
-            hardest: bool,
-        ) -> CapacityVerdict | None:  # fmt: skip
-            assert hardest
-            self.compared.append(shape)
-            rate = min(self.rate_of(shape), most)
-            return CapacityVerdict(rate, [NOTHING], NOTHING) if rate >= least else None
-
-        monkeypatch.setattr(CapacitySearch, "highest", by_hardest)
         monkeypatch.setattr(FleetSearch, "rate_of", rated)
         monkeypatch.setattr(FleetSearch, "judge", judged)
 
@@ -239,10 +230,19 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
     best, *_ = search.family(SHORT_LONG, 4)
-    # Only policies close to the best are judged, each with its best shape.
     assert best.shape.policy == CHUNKS
-    assert {each.policy for each in rated.judged} == {CHUNKS, BOTH}
-    assert len(rated.judged) <= 5
+    assert rated.judged == [best.shape]
+    # Only policies close to the best are compared, each with its best shape.
+    assert {each.policy for each in rated.compared} == {CHUNKS, BOTH}
+    assert len(rated.compared) <= 5
+
+
+def test_next_finalist_is_judged_if_the_best_by_one_draw_fails_others(rated: Rated) -> None:
+    rated.rate_of = lambda shape: 10.0 + shape.long
+    rated.judge = lambda shape: 5.0 if shape == rated.judged[0] else 10.0
+    best, *_ = FleetSearch(question(LONGS, "ttft:250")).family(SHORT_LONG, 4)
+    assert best.shape != rated.judged[0] == rated.compared[0]
+    assert best.rate == 10.0
 
 
 def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
@@ -488,6 +488,15 @@ def test_exact_run_overrules_the_fluid_ranking(
     assert {proof.share for proof in found.exact.values()} > {0.0}
     # The rate of one more GPU is measured with the same rule.
     assert present(found.more).rate > found.best.rate
+
+
+def test_repeated_part_does_not_go_back() -> None:
+    progress = PlanProgress()
+    seen: list[float] = []
+    with progress.part(0.2, 0.4):
+        for _ in range(2):
+            seen += [progress.done for _ in progress.each("ab")]
+    assert seen == pytest.approx([0.2, 0.3, 0.4, 0.4])
 
 
 def test_exact_run_uses_fresh_requests_and_reports_progress(

@@ -34,7 +34,7 @@ def test_smallest_size_is_found(
         return ServedRate(FleetShape(), 1.0, NOTHING) if gpus >= needed * unit else None
 
     monkeypatch.setattr(search, "serving", serving)
-    assert fewest_gpus(search, 8.0, start) == needed * unit
+    assert fewest_gpus(search, start, rate=8.0) == needed * unit
     assert len(set(tried)) == len(tried) < 14
     assert {gpus % unit for gpus in tried} == {0}
 
@@ -43,9 +43,9 @@ def test_rate_that_no_size_serves_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     search = search_of()
     monkeypatch.setattr(search, "serving", lambda *_: None)
     with pytest.raises(UsageError, match=r"--request-rate 5: .* GPUs of h100-8b do not serve it"):
-        fewest_gpus(search, 5.0)
+        fewest_gpus(search, rate=5.0)
     with pytest.raises(UsageError, match="at most 10,000,000 are possible; give a lower rate"):
-        fewest_gpus(search, 1e9)
+        fewest_gpus(search, rate=1e9)
 
 
 def test_size_that_serves_a_rate_has_a_fleet() -> None:

@@ -144,9 +144,9 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
             f"each rate is the highest with {question.share:.0%} in time in each of "
             f"{question.draws} draws of {found.requests:,} requests, {seen}"
         )
-        shown = [*found.ranking, *found.smaller]
+        shown = [*found.ranking, *(served for _, served in found.frontier)]
         if any(len(served.shares) < question.draws for served in shown):
-            yield "kinds behind the best, and sizes far from it, were judged by fewer runs"
+            yield "kinds behind the best, and other sizes, were judged by fewer runs"
         yield (
             f"a further draw{' of this trace' * of_trace} has the same share in time with a "
             f"probability of about {question.draws} in {question.draws + 1}"

@@ -228,13 +228,15 @@ class FluidScheduler:
         """Admit requests, and return the next steps."""
         self._begin_step(now)
         pausing = self._may_pause(now)
-        budget = self.model.max_num_batched_tokens
-        if self.decoding and not pausing:
-            budget = self._limit_mixed_step(budget - self.decoding)
-        if longs := self.effects.longs:
-            chunks, count = self._schedule_by_length(longs, budget, now, step)
-        else:
-            chunks, count = self._schedule_in_order(budget, now, step)
+        chunks, count = Chunks(), FOREVER
+        if self._prefills or self.waiting:
+            budget = self.model.max_num_batched_tokens
+            if self.decoding and not pausing:
+                budget = self._limit_mixed_step(budget - self.decoding)
+            if longs := self.effects.longs:
+                chunks, count = self._schedule_by_length(longs, budget, now, step)
+            else:
+                chunks, count = self._schedule_in_order(budget, now, step)
         if self._batch is not None and self.decoding and not chunks:
             self._batch.forms = False
         pausing = pausing and bool(chunks)

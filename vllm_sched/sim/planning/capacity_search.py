@@ -33,16 +33,24 @@ class DrawnRequests:
         self._unknown, self._class_of = iter(requests), class_of
         self._known: list[Request] = []
 
+    def prompt_tokens(self, count: int) -> int:
+        """Return the prompt tokens of the first `count` requests."""
+        self._draw(count)
+        return sum(each.prompt_tokens for each in self._known[:count])
+
     def requests_at(self, moments: Sequence[float]) -> list[Request]:
-        known, class_of = self._known, self._class_of
-        known += islice(self._unknown, max(len(moments) - len(known), 0))
+        self._draw(len(moments))
+        class_of = self._class_of
         return [
             Request(
                 at, class_of(each.prompt_tokens), each.prompt_tokens, each.output_tokens,
                 each.tenant, each.shared,
             )
-            for at, each in zip(moments, known, strict=False)
+            for at, each in zip(moments, self._known, strict=False)
         ]  # fmt: skip
+
+    def _draw(self, count: int) -> None:
+        self._known += islice(self._unknown, max(count - len(self._known), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +65,14 @@ class CapacitySearch:
 
     def __init__(
         self,
-        draws: int,
+        draws: Sequence[int],
         play: Callable[[FleetShape, float, int], FlowResult | None],
         enough: Callable[[FlowResult], bool],
     ) -> None:
-        self._order = list(range(1, draws + 1))  # draw 0 is for the rough search
+        self._order = list(draws)  # the likeliest to fail first
         self._margins: dict[int, float] = {}  # by draw, at its last success
         self._play, self._enough = play, enough
+        self._played: dict[tuple[FleetShape, int, int], FlowResult | None] = {}
 
     def highest(
         self,
@@ -72,66 +81,62 @@ class CapacitySearch:
         *,
         least: float = 0.0,
         most: float = math.inf,
-        hardest: bool = False,
+        draws: int | None = None,
     ) -> CapacityVerdict | None:
         """Return the highest rate, searched from `start`; None if below `least`.
 
-        `hardest`: only by the draw that failed last, of any fleet.
+        `draws`: only by this many draws, those that failed last.
         """
         bottom, top = _rate_step(max(least, MIN_RATE)), _rate_step(min(most, MAX_RATE))
         while rate_at(top) > most:
             top -= 1
         if top < bottom:
             return None
-        played: dict[tuple[int, int], FlowResult | None] = {}
-
-        def play(rung: int, draw: int) -> FlowResult | None:
-            if (rung, draw) not in played:
-                played[rung, draw] = self._play(shape, rate_at(rung), draw)
-            return played[rung, draw]
-
         begin = min(max(_rate_step(max(start, MIN_RATE)), bottom), top)
-        if begin == bottom and not hardest and self._verdict_at(bottom, play) is None:
-            return None
-        rung = self._highest_of_first(begin, bottom, top, play)
+        rung = self._highest_of_first(shape, begin, bottom, top)
         while rung is not None:
-            if hardest and (run := play(rung, self._order[0])) is not None:
-                return CapacityVerdict(rate_at(rung), [run], run)
-            if (verdict := self._verdict_at(rung, play)) is not None:
+            if (verdict := self._verdict_at(shape, rung, draws)) is not None:
                 return verdict
-            rung = self._highest_of_first(rung - 1, bottom, rung - 1, play)
+            rung = self._highest_of_first(shape, rung - 1, bottom, rung - 1)
         return None
 
-    def _highest_of_first(
-        self, begin: int, bottom: int, top: int, play: Callable[[int, int], FlowResult | None]
-    ) -> int | None:
+    def _run(self, shape: FleetShape, rung: int, draw: int) -> FlowResult | None:
+        played = shape, rung, draw
+        if played not in self._played:
+            self._played[played] = self._play(shape, rate_at(rung), draw)
+        return self._played[played]
+
+    def _highest_of_first(self, shape: FleetShape, begin: int, bottom: int, top: int) -> int | None:
         """Return the highest rung for the draw that failed last; None if below `bottom`."""
         if begin < bottom:
             return None
         first = self._order[0]
         rung, failed, stride = begin, top + 1, 1
-        while play(rung, first) is None:
+        while self._run(shape, rung, first) is None:
             if rung == bottom:
                 return None
             failed, rung, stride = rung, max(rung - stride, bottom), 2 * stride
         while rung >= begin and rung + stride < failed:
-            if play(rung + stride, first) is None:
+            if self._run(shape, rung + stride, first) is None:
                 failed = rung + stride
             else:
                 rung, stride = rung + stride, 2 * stride
         while failed - rung > 1 and failed <= top:
             middle = (rung + failed) // 2
-            rung, failed = (rung, middle) if play(middle, first) is None else (middle, failed)
+            if self._run(shape, middle, first) is None:
+                failed = middle
+            else:
+                rung = middle
         return rung
 
     def _verdict_at(
-        self, rung: int, play: Callable[[int, int], FlowResult | None]
+        self, shape: FleetShape, rung: int, draws: int | None
     ) -> CapacityVerdict | None:
         runs: list[FlowResult] = []
         # The draw with the smallest margin is the most likely to fail.
         self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
-        for draw in tuple(self._order):
-            run = play(rung, draw)
+        for draw in self._order[:draws]:
+            run = self._run(shape, rung, draw)
             if run is None:
                 self._order.remove(draw)
                 self._order.insert(0, draw)
@@ -139,7 +144,9 @@ class CapacitySearch:
             self._margins[draw] = _margin(run)
             runs.append(run)
         whole = merge_results(runs)
-        return CapacityVerdict(rate_at(rung), runs, whole) if self._enough(whole) else None
+        # A few draws have too few long prompts for the stricter check.
+        enough = draws is not None or self._enough(whole)
+        return CapacityVerdict(rate_at(rung), runs, whole) if enough else None
 
 
 def _margin(run: FlowResult) -> float:

@@ -44,19 +44,20 @@ class Candidate:
 def compare_machines(
     question: PlanQuestion,
     machines: Sequence[WorkerModel],
-    coarse: Callable[[FleetSearch], float],
+    coarse: Callable[[FleetSearch, float], float],
     best_of: Callable[[Sequence[Candidate]], list[Candidate]],
     progress: PlanProgress,
 ) -> list[Candidate]:
     """Return every machine with its result by `coarse`, and pairs of the best precision.
 
-    `coarse` may raise a `UsageError` for a machine that can't serve the traffic.
+    `coarse` gets the best machine's result for a pair, and 0 before. It may raise a `UsageError`
+    for a machine that can't serve the traffic.
     """
     found: list[Candidate] = []
     with progress.part(0.0, 0.5):
         for each in progress.each(machines):
             progress.note(each.profile)
-            found.append(_compare(replace(question, machine=each), coarse))
+            found.append(_compare(replace(question, machine=each), coarse, 0.0))
     if PREFILL_DECODE not in question.families or not (best := best_of(found)):
         return found
     wanted = precision(best[0].question.machine)
@@ -69,11 +70,13 @@ def compare_machines(
                 question, machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,)
             )
             progress.note(pair.profiles)
-            found.append(_compare(pair, coarse))
+            found.append(_compare(pair, coarse, best[0].result))
     return found
 
 
-def _compare(question: PlanQuestion, coarse: Callable[[FleetSearch], float]) -> Candidate:
+def _compare(
+    question: PlanQuestion, coarse: Callable[[FleetSearch, float], float], known: float
+) -> Candidate:
     families = tuple(each for each in question.families if each in COARSE_FAMILIES)
     rough = replace(
         question,
@@ -85,22 +88,23 @@ def _compare(question: PlanQuestion, coarse: Callable[[FleetSearch], float]) -> 
     try:
         search = FleetSearch(rough)
         search.check()
-        return Candidate(question, coarse(search))
+        return Candidate(question, coarse(search, known))
     except UsageError as error:
         return Candidate(question, why=str(error))
 
 
-def rate_on(gpus: int) -> Callable[[FleetSearch], float]:
-    """Return a function for the coarse rate on a number of GPUs."""
+def rate_on(gpus: int) -> Callable[[FleetSearch, float], float]:
+    """Return a function for the coarse rate on a number of GPUs, if it is close to a known one."""
 
-    def rate(search: FleetSearch) -> float:
+    def rate(search: FleetSearch, known: float) -> float:
         rough = [
             served.rate
             for family in search.question.families
-            for served in search.rough_rates(family, gpus)
+            for served in search.rough_rates(family, gpus, CLOSE * known)
         ]
         if not rough:
-            raise UsageError("it serves no rate in time")
+            least = f"less than {CLOSE * known:.3g} requests/s" if known else "no rate"
+            raise UsageError(f"it serves {least} in time")
         return max(rough)
 
     return rate
@@ -126,7 +130,7 @@ def precision(machine: WorkerModel) -> tuple[int, int, bool]:
 GROWTH: Final = 1.5
 
 
-def fewest_gpus(search: FleetSearch, rate: float, start: int = 0) -> int:
+def fewest_gpus(search: FleetSearch, start: float = 0, *, rate: float) -> int:
     """Return the number of GPUs; the search begins at `start`, or at the compute bound."""
     if (count := search.trials.count(rate, fine=True)) > MAX_REQUESTS:
         raise UsageError(
@@ -136,7 +140,7 @@ def fewest_gpus(search: FleetSearch, rate: float, start: int = 0) -> int:
     unit = min(each.gpus for each in search.question.machines if each)
     bound = max(math.ceil(rate / search.trials.traffic.most_each), 1)
     most = math.ceil(rate / (search.trials.worker_rate * IDLE_LOAD)) + bound
-    too_few, enough = bound - 1, max(bound, start // unit)
+    too_few, enough = bound - 1, max(bound, int(start) // unit)
     while search.serving(enough * unit, rate) is None:
         if enough > most:
             raise UsageError(

@@ -270,7 +270,7 @@ def _smallest(
         search = FleetSearch(each.question, progress)
         progress.note("an idle worker")
         search.check()
-        found.append((fewest_gpus(search, rate, int(each.result)), each))
+        found.append((fewest_gpus(search, each.result, rate=rate), each))
     gpus, best = min(found, key=lambda pair: pair[0])
     return [best], gpus
 

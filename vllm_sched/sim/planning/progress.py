@@ -26,9 +26,9 @@ class PlanProgress:
         outer = self._begin, self._width
         self._begin += begin * self._width
         self._width *= end - begin
-        self.done = self._begin
+        self.done = max(self.done, self._begin)  # a repeated part does not go back
         yield
-        self.done = self._begin + self._width
+        self.done = max(self.done, self._begin + self._width)
         self._begin, self._width = outer
 
     def each(self, items: Sequence[T]) -> Iterator[T]:

@@ -67,7 +67,11 @@ class FleetSearch:
         self.trials = FleetTrials(question, self.progress.note)
         self._roughly: dict[int, float] = {}  # best rough rate, by number of GPUs
         self._judged: list[ServedRate] = []
-        self._judge = CapacitySearch(question.draws, self._served_of, self.trials.is_good_enough)
+
+    @cached_property
+    def _judge(self) -> CapacitySearch:
+        draws = self.trials.judging_draws()
+        return CapacitySearch(draws, self._served_of, self.trials.is_good_enough)
 
     @property
     def runs(self) -> int:
@@ -113,20 +117,22 @@ class FleetSearch:
         return ServedRate(shape, low, best)
 
     def judge(
-        self, shape: FleetShape, start: float, *, least: float = 0.0, most: float = math.inf
-    ) -> ServedRate | None:
-        """Return the rate by all judging draws, up to `most`; None if below `least`."""
+        self, shape: FleetShape, start: float, *,
+        least: float = 0.0, most: float = math.inf, draws: int | None = None,
+    ) -> ServedRate | None:  # fmt: skip
+        """Return the rate by the hardest `draws`, or by all; None if below `least`."""
         most = min(most, self._most(shape))
         if least > most:
             return None
         # If an idle worker misses the targets, so does every lower rate.
         least = max(least, min(self.trials.worker_rate, start) * IDLE_LOAD)
-        verdict = self._judge.highest(shape, start, least=least, most=most)
+        verdict = self._judge.highest(shape, start, least=least, most=most, draws=draws)
         if verdict is None:
             return None
         shares = tuple(run.all.share for run in verdict.runs)
         served = ServedRate(shape, verdict.rate, verdict.run, shares)
-        self._judged.append(served)
+        if draws is None:
+            self._judged.append(served)
         return served
 
     def _gpus(self, shape: FleetShape) -> int:
@@ -150,17 +156,19 @@ class FleetSearch:
         with self.progress.part(0.5, 1.0):
             return self._judge_family(rough)
 
-    def rough_rates(self, family: str, gpus: int) -> list[ServedRate]:
-        """Return the rough rates of a family's fleets.
+    def rough_rates(self, family: str, gpus: int, floor: float = 0.0) -> list[ServedRate]:
+        """Return the rough rates of a family's fleets above `floor`.
 
         Each split is tried with the last policy, and the best splits with the others.
         """
-        splits = list(shapes(family, gpus, self.traffic_seen(), self._itl_ms()))
-        # This family has many shapes and is rarely the best: drop it early.
-        floor = self._roughly.get(gpus, 0.0) if family == SHORT_APART else 0.0
         *others, last = self.question.policies
+        tried = shapes(family, gpus, self.traffic_seen(), self._itl_ms())
+        splits = [replace(each, policy=last) for each in tried]
+        # This family has many shapes and is rarely the best: drop it early.
+        if family == SHORT_APART:
+            floor = max(floor, self._roughly.get(gpus, 0.0))
         with self.progress.part(0.0, 0.5):
-            found = self._keep_best([replace(each, policy=last) for each in splits], floor)
+            found = self._keep_best(splits, floor)
         best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
         if not best and not floor:
             best = splits  # none serves anything with that policy
@@ -186,29 +194,37 @@ class FleetSearch:
         return found
 
     def _judge_finalists(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
-        """Judge the finalists above `floor`, by falling rough rate.
-
-        The rest must exceed the best rate by `SAME`, or be simpler and equal to it.
-        """
-        judged: list[ServedRate] = []
-        best: ServedRate | None = None
-        for each in self.progress.each(_finalists(rough)):
-            self.progress.note(str(each.shape))
-            least, start = floor, self._likely_rate(each)
-            if best is not None:
-                simpler = _order_by_simplicity(each)[:2] < _order_by_simplicity(best)[:2]
-                least = max(best.rate * (1 - SAME if simpler else 1 + SAME), floor)
-                start = best.rate if simpler else least
-            again = self.judge(each.shape, start, least=least)
+        """Judge the finalist that serves the hardest draw best; others if they may exceed it."""
+        finalists = _finalists(rough)
+        left = [each.shape for each in finalists]
+        start, judged = floor or finalists[0].rate / MAX_ROUGH_RATIO, list[ServedRate]()
+        while (chosen := self._best_by_hardest(left, start, floor)) is not None:
+            left.remove(chosen.shape)
+            again = self.judge(chosen.shape, chosen.rate, least=floor)
             if again is not None:
                 judged.append(again)
-                best = rank_fleets(judged)[0]
+                start = floor = again.rate * (1 + SAME)
+                if again.rate >= chosen.rate:
+                    break
         return rank_fleets(judged)
 
-    def _likely_rate(self, rough: ServedRate) -> float:
-        """Return the rate from which all draws are searched."""
-        is_highest = rough.rate >= self._most(rough.shape)
-        return rough.rate if is_highest else rough.rate / MAX_ROUGH_RATIO
+    def _best_by_hardest(
+        self, tried: list[FleetShape], start: float, floor: float
+    ) -> ServedRate | None:
+        """Return the best fleet by the draw that failed last; None if all are below `floor`.
+
+        Each next fleet must exceed the best by `SAME`, or be simpler and equal to it.
+        """
+        best: ServedRate | None = None
+        least = floor
+        for shape in self.progress.each(tried):
+            self.progress.note(str(shape))
+            if best is not None:
+                simpler = _simplicity(shape) < _simplicity(best.shape)
+                least = max(best.rate * (1 - SAME if simpler else 1 + SAME), floor)
+                start = best.rate if simpler else least
+            best = self.judge(shape, start, least=least, draws=1) or best
+        return best
 
     def _judge_family(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
         found = self._judge_finalists(rough, floor)
@@ -274,17 +290,11 @@ class FleetSearch:
     def _of_next_size(self, served: ServedRate, change: int, floor: float) -> ServedRate | None:
         """Choose the similar fleet that serves the hardest draw best, and judge it."""
         start = served.likely_with(change)
-        least = floor or start * IDLE_LOAD
-        best: FleetShape | None = None
         with self.progress.part(0.0, 0.5):
-            for shape in self.progress.each(self._similar_fleets(served.shape, change)):
-                self.progress.note(str(shape))
-                most = self._most(shape)
-                found = self._judge.highest(shape, start, least=least, most=most, hardest=True)
-                if found is not None:
-                    best, start, least = shape, found.rate, found.rate * (1 + SAME)
+            similar = self._similar_fleets(served.shape, change)
+            best = self._best_by_hardest(similar, start, floor or start * IDLE_LOAD)
         with self.progress.part(0.5, 1.0):
-            return None if best is None else self.judge(best, start, least=floor)
+            return best and self.judge(best.shape, best.rate, least=floor, draws=FEW_DRAWS)
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
@@ -326,21 +336,23 @@ class FleetSearch:
         return None
 
     def _similar_fleets(self, shape: FleetShape, change: int) -> list[FleetShape]:
-        """Return fleets of the same kind with `change` more workers, the nearest shapes first."""
-        gpus = self._gpus(shape) + change * self.question.machine.gpus
-        seen, limit = self.traffic_seen(), shape.short_limit
-        if limit in seen.boundaries:
-            seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
+        """Return fleets of the same kind with `change` more workers."""
         nearest = [
             shape.with_more(role, change)
             for role, count in shape.pools.items()
             if count + change > 0
         ]
+        if nearest and abs(change) == 1:
+            return nearest
+        gpus = self._gpus(shape) + change * self.question.machine.gpus
+        seen, limit = self.traffic_seen(), shape.short_limit
+        if limit in seen.boundaries:
+            seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
         others = [
             replace(each, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
             for each in shapes(shape.family, gpus, seen, shape.itl_ms)
         ]
-        found = list(dict.fromkeys([*nearest, *others]))
+        found = others or nearest
         if found or self.question.prefill_machine is not None:
             return found
         # Several pools need several workers.
@@ -385,7 +397,7 @@ def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
     while left:
         most = max(each.rate for each in left)
         equal = [each for each in left if each.rate >= most * (1 - SAME)]
-        first = min(equal, key=_order_by_simplicity)
+        first = min(equal, key=lambda each: (*_simplicity(each.shape), -each.rate))
         left.remove(first)
         best_first.append(first)
     return best_first
@@ -407,9 +419,8 @@ def _finalists(found: list[ServedRate]) -> list[ServedRate]:
     return chosen
 
 
-def _order_by_simplicity(served: ServedRate) -> tuple[int, int, float]:
-    shape = served.shape
-    return FAMILIES.index(shape.family), POLICIES.index(shape.policy), -served.rate
+def _simplicity(shape: FleetShape) -> tuple[int, int]:
+    return FAMILIES.index(shape.family), POLICIES.index(shape.policy)
 
 
 def _round(tokens: int) -> int:

@@ -124,6 +124,11 @@ class FleetTrials:
         most = max(most, math.ceil(rate * MIN_TTFTS * target))
         return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
+    def judging_draws(self) -> list[int]:
+        """Return the draws that judge fleets, by falling work; draw 0 is for the rough search."""
+        draws, count = range(1, self.question.draws + 1), self.count(0.0, fine=True)
+        return sorted(draws, key=lambda draw: -self._requests(draw).prompt_tokens(count))
+
     def play(
         self, shape: FleetShape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
     ) -> FlowResult:
