@@ -24,6 +24,7 @@ from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import Block, blocks_in, is_label
 from proxy.config.workers import PoolConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
+from proxy.text_files import UnreadableFileError, read_text
 
 ENTRY = re.compile(r"(tenants|workers|discovery\.pools)\[(\d+)\]")
 MAX_VALUE_CHARS = 60  # of a value in a message
@@ -69,14 +70,10 @@ BlockType = TypeVar("BlockType", bound=Block)
 def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:
     """Return the configuration in a fleet file; `also` are additional checks."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
-    except OSError as error:
-        problem = f"can't be read: {error.strerror}; check the path and its permissions"
-    else:
-        return parse(text, str(path), also=also)
-    raise ConfigError(str(path), [Problem("", problem)])
+        text = read_text(path)
+    except UnreadableFileError as error:
+        raise ConfigError(str(path), [Problem("", str(error))]) from None
+    return parse(text, str(path), also=also)
 
 
 def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from proxy.core.model.finished_request import FinishedRequest
@@ -138,31 +139,33 @@ class WireServer:
         self.leaving = True
         if notice_s := min(self.settings.drain_notice_s, deadline_s):
             await self._wait_until(lambda: False, self.clock() + notice_s)
-        self.draining = True
-        for server in self._servers:
-            server.close()
+        self._stop_listening()
         for client in list(self.clients):
             client.close_if_idle(self.clock())
         await self._wait_until(lambda: not self.exchanges and not self.visits, give_up)
+        await self.close(give_up)
+
+    async def close(self, deliver_by: float = -inf) -> None:
+        """End all requests with errors that clients have a second to read."""
+        self._stop_listening()
         now = self.clock()
         for conversation in [*self.exchanges, *self.visits]:
             conversation.end_for_shutdown(now)
         for client in list(self.clients):
             client.close_for_drain(now)
-        await self._wait_until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
+        await self._wait_until(lambda: not self.clients, max(deliver_by, now + MIN_CLOSE_S))
         await self._wait_until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
-        await self.close()
-
-    async def close(self) -> None:
-        self.leaving = self.draining = True
-        for server in self._servers:
-            server.close()
         for client in list(self.clients):
             client.abort()
         await self._wait_until(lambda: not self.clients, self.clock() + MIN_CLOSE_S)
         self.pools.close()
         self.router.fleet.start_due_decodes(self.clock())
         self.ticks.stop()
+
+    def _stop_listening(self) -> None:
+        self.leaving = self.draining = True
+        for server in self._servers:
+            server.close()
 
     def reconfigure(self, settings: WireSettings) -> None:
         self.settings = settings

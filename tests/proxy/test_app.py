@@ -358,6 +358,7 @@ async def test_second_signal_stops_at_once(
     assert (
         await asyncio.wait_for(started.wait(), DEADLINE_S / 2) == 130
     )  # a drain takes twice as long
+    assert (await client.answer()).status == 503
     client.close()
 
 
