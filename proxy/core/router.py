@@ -270,7 +270,7 @@ class Router:
     def _refuse_retry(
         self, info: RequestInfo, now: float, attempts: Attempts, *, free: bool
     ) -> Refusal | None:
-        if attempts.drops >= MAX_DROPS:
+        if attempts.drops >= MAX_DROPS and not self._falls.are_many(attempts.tried, now):
             return self.placer.count_refusal(info.model, refusals.dropped())
         longest_s = self.queue.longest_wait_s(info)
         if attempts.paused and now - attempts.failing_since > longest_s:

@@ -37,7 +37,7 @@ class Attempts:
     paused: frozenset[Worker] = NO_WORKERS  # may get a stream again after a pause
     paused_until: float = 0.0
     failing_since: float = 0.0  # of those
-    earlier_failures: int = 0  # of workers that may be tried again
+    failures: int = 0  # attempts used
     owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
@@ -49,11 +49,7 @@ class Attempts:
 
     @property
     def is_retry(self) -> bool:
-        return self.failures > 0 or self.moved
-
-    @property
-    def failures(self) -> int:
-        return len(self.tried) + self.earlier_failures
+        return bool(self.failures or self.moved or self.tried or self.paused)
 
     @property
     def failed_on(self) -> frozenset[Worker]:
@@ -75,6 +71,8 @@ class Attempts:
             found = replace(found, erred_on=(*self.erred_on, leg.name))
         if worker is None:
             return replace(found, moved=True)
+        if not failure.free:
+            found = replace(found, failures=self.failures + 1)
         if not (self.continues and failure.outcome in PASSING):
             return replace(found, tried=self.tried | {worker}, drops=self.drops + failure.dropped)
         return replace(
@@ -82,7 +80,6 @@ class Attempts:
             paused=self.paused | {worker},
             paused_until=now + PAUSE_S,
             failing_since=self.failing_since if self.paused else now,
-            earlier_failures=self.earlier_failures + (not failure.free),
         )
 
 

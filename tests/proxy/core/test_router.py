@@ -9,7 +9,8 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Attempts, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
-from proxy.core.model.types import Outcome, Reason, Usage
+from proxy.core.model.types import Outcome, Reason, Refusal, Usage
+from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import (
     GENERAL,
@@ -220,6 +221,23 @@ def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
     assert (refusal.status, refusal.code) == (502, "request_dropped")
     assert len({*lease.attempts.tried, lease.worker}) == 4
     assert refusal.retry_after_s is None
+    assert idle(router.fleet.roster)
+
+
+def test_workers_that_fail_together_are_no_drops_of_a_request() -> None:
+    """Half a fleet dies at once: a retry may reach another dying worker."""
+    router = router_of(*(spec(f"w{n}") for n in range(9)), policy="round_robin", max_attempts=4)
+    leases = [placed(router.submit(make_info(), 0.0)) for _ in range(5)]
+    first, *others = leases
+
+    def drop(lease: Lease, now: float) -> Lease | Ticket | Refusal:
+        return router.retry(lease, now, LegFailure(Outcome.FAILED, lease.worker, dropped=True))
+
+    for lease in others:
+        router.leases.finish(placed(drop(lease, 0.1)), 0.2, Outcome.DONE)
+    third = placed(drop(placed(drop(first, 0.3)), 0.3))
+    assert len(third.attempts.tried) == 2
+    assert refused(drop(third, 5.0)).code == "request_dropped"
     assert idle(router.fleet.roster)
 
 
@@ -476,4 +494,4 @@ def test_request_may_be_retried_if_another_worker_may_take_it_now_or_once_free(
         take_down(router.fleet, left.name)
     tried = workers_named(router, left.name) if other == "failed it too" else frozenset()
     assert router.may_retry(lease, 0.1, Attempts(tried)) is may
-    assert not router.may_retry(lease, 0.1, Attempts(earlier_failures=9))
+    assert not router.may_retry(lease, 0.1, Attempts(failures=9))

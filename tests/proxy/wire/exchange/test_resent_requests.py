@@ -141,6 +141,21 @@ async def test_no_response_from_any_worker_gets_502_or_504(
     assert (await client.ask(chat())).status == 200  # the client's connection is kept
 
 
+@pytest.mark.parametrize(("attempts", "budget", "failing"), [(1, 0.0, []), (2, 1.0, ["w4"])])
+async def test_workers_that_refuse_connections_use_up_no_attempts(
+    start: Start, attempts: int, budget: float, failing: list[str]
+) -> None:
+    """Half a fleet is gone, and its workers look idle."""
+    router = {"policy": "round_robin", "max_attempts": attempts, "retry_budget": budget}
+    site = await start(*(Fake(f"w{n}") for n in range(6)), router=router)
+    for name in ("w0", "w1", "w2", "w3"):
+        await site.fakes[name].refuse()
+    for name in failing:
+        site.fakes[name].always(scripts.error(500))
+    for _ in range(12):
+        assert (await site.ask(chat())).status == 200
+
+
 DEADLY = "this request ends its worker"
 
 
