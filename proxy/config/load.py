@@ -39,7 +39,7 @@ TAG = "tag:yaml.org,2002:"
 MERGE = f"{TAG}merge"
 URL_FIELDS = {"url", "endpoint", "database"}
 # Error types with a complete message; messages of other types get the field's description.
-COMPLETE = {"bool_type", "literal_error", "model_type", "string_type", "value_error"}
+COMPLETE = {"bool_type", "literal_error", "model_type", "path_type", "string_type", "value_error"}
 # Messages in terms of YAML, for pydantic's messages in terms of Python.
 MESSAGES = {
     "bool_type": "write true or false",
@@ -50,6 +50,7 @@ MESSAGES = {
     "int_type": "must be a whole number",
     "missing": "is missing",
     "model_type": "must be a block of keys and values",
+    "path_type": 'must be a path; put it in quotes, as "..."',
     "string_pattern_mismatch": "has characters that are not allowed",
     "string_too_short": "is empty; leave it out or give a text",
     "string_type": 'must be text; put it in quotes, as "..."',
