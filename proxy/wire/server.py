@@ -41,6 +41,7 @@ from proxy.wire.exchange.moves import Moves
 from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.large_body_queue import LargeBodyQueue
+from proxy.wire.listener import Listener
 from proxy.wire.settings import WireSettings
 from proxy.wire.ticks import Ticks
 from proxy.wire.worker.pool import ConnectionPools
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096
 LOG_INTERVAL_S, CLOSING_INTERVAL_S = 60.0, 1.0
+MIN_IDLE_S = 1.0  # of clients that are closed because files lack
 MIN_CLOSE_S = 1.0  # minimum time to send written responses
 
 
@@ -100,7 +101,7 @@ class WireServer:
         self._failover = Failover()
         self.moves = Moves(router.fleet.roster, self.exchanges, clock)
         self.continuations = ContinuationLog()
-        self._servers: list[asyncio.Server] = []
+        self._listener = Listener(lambda: ClientConnection(self))
         self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
         self._next_log = self._next_closing = 0.0
         self._quiet: asyncio.Future[None] | None = None
@@ -112,11 +113,7 @@ class WireServer:
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen on `sock` or a new socket."""
         where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
-        server = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(self), backlog=BACKLOG, **where, **self._tls()
-        )
-        self._servers.append(server)
-        self.port = int(server.sockets[0].getsockname()[1])
+        self.port = await self._listener.open(where, self._tls())
         self.ticks.start()
 
     def _tls(self) -> dict[str, Any]:
@@ -164,8 +161,7 @@ class WireServer:
 
     def _stop_listening(self) -> None:
         self.leaving = self.draining = True
-        for server in self._servers:
-            server.close()
+        self._listener.close()
 
     def reconfigure(self, settings: WireSettings) -> None:
         self.settings = settings
@@ -235,18 +231,22 @@ class WireServer:
                 logger.exception("cannot send a queued request to its worker")
                 exchange.end_for_shutdown(now)
 
-    def handle_local_failure(self, now: float) -> None:
-        """Count a lack of local resources, log it once a minute, and close idle clients' files."""
+    def handle_local_failure(
+        self, now: float, what: str = "cannot open a connection to a worker"
+    ) -> None:
+        """Count a lack of local resources, log it once a minute, and close idle connections."""
         self.metrics.connects_failed += 1
         if now >= self._next_closing:
             self._next_closing = now + CLOSING_INTERVAL_S
+            self.pools.close_idle()
             for client in list(self.clients):
-                client.close_if_idle(now)
+                client.close_if_idle(now, MIN_IDLE_S)
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL_S
             logger.error(
-                "cannot open a connection to a worker (%d failures so far): raise the limit on "
-                "open files (ulimit -n), or the range of local ports",
+                "%s (%d failures so far): raise the limit on open files (ulimit -n), or the range "
+                "of local ports",
+                what,
                 self.metrics.connects_failed,
             )
 
@@ -291,9 +291,18 @@ class WireServer:
         if not self.releases:
             self._wake()
 
-    def add_client(self, client: ServedClient) -> None:
+    def add_client(self, client: ServedClient, file: int) -> None:
+        """Add a client; `file`: its number, the lowest that was free."""
         self.clients.add(client)
         self.metrics.client_connections = len(self.clients)
+        if self._lacks_files(file) and not self._listener.is_paused:
+            self._listener.pause()
+            self.handle_local_failure(self.clock(), "clients have to wait for free files")
+
+    def _lacks_files(self, lowest: float) -> bool:
+        """Return whether files would lack if all clients had requests."""
+        most = self._listener.max_files
+        return 2 * lowest > most and lowest + len(self.clients) - self.pools.busy() > most
 
     def remove_client(self, client: ServedClient) -> None:
         self.clients.discard(client)
@@ -336,6 +345,8 @@ class WireServer:
         for release in [release for release in self.releases if release.deadline < now]:
             release.expire(now)
         self.pools.sweep(now)
+        if self._listener.is_paused and not self._lacks_files(self._listener.lowest_free_file()):
+            self._listener.resume()
         for exchange in self.exchanges:
             exchange.condense_text()
         self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)
