@@ -22,6 +22,7 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from proxy.core.model import refusals
 from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.types import NONE, Refusal
 from proxy.core.queue.ticket import Ticket
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IDENTITY = b"identity"
 LOG_INTERVAL_S, CLOSING_INTERVAL_S = 60.0, 1.0
 MIN_IDLE_S = 1.0  # of clients that are closed because files lack
 MIN_CLOSE_S = 1.0  # minimum time to send written responses
@@ -179,6 +181,9 @@ class WireServer:
         head.refusal = identify(self.router.tenants, head)
         if head.refusal is None and self.settings.refuses_pages and self.router.tenants.open:
             head.refusal = page_refusal(head)
+        encoding = head.special.get(b"content-encoding", IDENTITY)
+        if head.refusal is None and encoding.lower() != IDENTITY:
+            head.refusal = refusals.encoded_body(encoding.decode("latin-1"))
         if head.refusal is not None:
             return
         if endpoints.is_local(head.path):
