@@ -13,6 +13,7 @@ from proxy.core.model.types import Outcome, Reason, RequestInfo
 
 NO_WORKERS: frozenset[Worker] = frozenset()
 PAUSE_S = 1.0  # before a stream returns to a worker that failed it
+RETRY_PAUSE_S = 0.1  # after a drop: other workers may be failing too
 ERRED = Outcome.ERRED
 PASSING = Outcome.FAILED, Outcome.BUSY  # the worker may be well again soon
 
@@ -41,6 +42,7 @@ class Attempts:
     owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
+    retry_at: float = 0.0
     whole: str = ""  # why it can be split no more
     enlarged: RequestInfo | None = None  # once a worker was too small
     moved: bool = False  # off a worker that had not failed it
@@ -71,10 +73,12 @@ class Attempts:
             found = replace(found, erred_on=(*self.erred_on, leg.name))
         if worker is None:
             return replace(found, moved=True)
+        if failure.dropped:
+            found = replace(found, drops=self.drops + 1, retry_at=now + RETRY_PAUSE_S)
         if not failure.free:
             found = replace(found, failures=self.failures + 1)
         if not (self.continues and failure.outcome in PASSING):
-            return replace(found, tried=self.tried | {worker}, drops=self.drops + failure.dropped)
+            return replace(found, tried=self.tried | {worker})
         return replace(
             found,
             paused=self.paused | {worker},

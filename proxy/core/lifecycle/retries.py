@@ -10,7 +10,6 @@ How it fails: many failing workers double the load, so at most half of the worke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
@@ -104,11 +103,6 @@ class WorkerFailureEvents:
             return True
         others = sum(each.is_large and now - each.at <= WINDOW_S for each in self._of.values())
         return others + 1 <= max(fall.beside // 2, 1)
-
-    def are_many(self, tried: Collection[Worker], now: float) -> bool:
-        """Return whether workers fail together, beyond those that a request was sent to."""
-        others = (now - fall.at <= CRASH_WINDOW_S for w, fall in self._of.items() if w not in tried)
-        return sum(others) >= MAX_DROPS
 
     def _last(self, worker: Worker, now: float) -> WorkerFailureEvent | None:
         fall = self._of.get(worker)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Attempts, Lease, LegFailure
+from proxy.core.fleet.leases import RETRY_PAUSE_S, Attempts, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
-from proxy.core.model.types import Outcome, Reason, Refusal, Usage
-from proxy.core.queue.ticket import Ticket
+from proxy.core.model.types import Outcome, Reason, Usage
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import (
     GENERAL,
@@ -210,7 +209,7 @@ def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> No
 
 @pytest.mark.parametrize("free", [False, True])
 def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
-    router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9)
+    router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9, queue_requests=0)
     info = make_info()
     answer = router.submit(info, 0.0)
     for dropped in (False, True, False, True):  # the other workers did not act
@@ -224,20 +223,21 @@ def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
     assert idle(router.fleet.roster)
 
 
-def test_workers_that_fail_together_are_no_drops_of_a_request() -> None:
-    """Half a fleet dies at once: a retry may reach another dying worker."""
-    router = router_of(*(spec(f"w{n}") for n in range(9)), policy="round_robin", max_attempts=4)
-    leases = [placed(router.submit(make_info(), 0.0)) for _ in range(5)]
-    first, *others = leases
-
-    def drop(lease: Lease, now: float) -> Lease | Ticket | Refusal:
-        return router.retry(lease, now, LegFailure(Outcome.FAILED, lease.worker, dropped=True))
-
-    for lease in others:
-        router.leases.finish(placed(drop(lease, 0.1)), 0.2, Outcome.DONE)
-    third = placed(drop(placed(drop(first, 0.3)), 0.3))
-    assert len(third.attempts.tried) == 2
-    assert refused(drop(third, 5.0)).code == "request_dropped"
+@pytest.mark.parametrize("has_queue", [True, False])
+def test_request_whose_worker_closed_its_connection_pauses(has_queue: bool) -> None:
+    """Other workers of the same machine are about to fail; requests that arrive do not wait."""
+    router = router_of(*(spec(name) for name in "abc"), queue_requests=9 if has_queue else 0)
+    lease = placed(router.submit(make_info(), 0.0))
+    failure = LegFailure(Outcome.FAILED, lease.worker, dropped=True)
+    answer = router.retry(lease, 1.0, failure)
+    router.leases.finish(placed(router.submit(make_info(), 1.0)), 1.0, Outcome.DONE)
+    if has_queue:
+        assert router.pop_due(1.0 + RETRY_PAUSE_S / 2) == []
+        ticket, answer = pop_one(router, 1.0 + RETRY_PAUSE_S)
+        assert ticket.attempts.drops == 1
+    again = placed(answer)
+    assert again.worker is not lease.worker
+    router.leases.finish(again, 2.0, Outcome.DONE)
     assert idle(router.fleet.roster)
 
 

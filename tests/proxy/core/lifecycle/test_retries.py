@@ -74,17 +74,6 @@ def test_single_failure_is_no_worker_failure() -> None:
         assert not failures.take_free_retry(W1, 3.0, 5.0, beside=2)
 
 
-def test_failures_of_many_workers_are_those_of_one_second_on_others() -> None:
-    failures = WorkerFailureEvents()
-    workers = [Worker(spec(f"w{number}"), number) for number in range(4)]
-    for worker in workers[:3]:
-        failures.take_free_retry(worker, 1.0, 9.0, beside=8)
-    assert not failures.are_many(workers[:2], 9.0)
-    failures.take_free_retry(workers[3], 1.0, 9.5, beside=8)
-    assert failures.are_many(workers[:2], 9.5)
-    assert not failures.are_many(workers[:2], 10.4)
-
-
 @pytest.mark.parametrize(("beside", "spared_workers"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
 def test_failures_are_spared_for_half_of_the_fleet(beside: int, spared_workers: int) -> None:
     failures = WorkerFailureEvents()
