@@ -34,7 +34,7 @@ class Listener:
         """Listen at an address or on a socket; return the port."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
-            self.max_files = files - files // SPARE_SHARE
+            self.max_files = float(files - files // SPARE_SHARE)
         self._tls = tls
         server = await self._serve(where)
         for each in server.sockets:
@@ -62,7 +62,7 @@ class Listener:
         except (OSError, IndexError):  # none is free, or closed
             return inf
         os.close(file)
-        return file
+        return float(file)
 
     async def _accept_again(self) -> None:
         self.is_paused = False

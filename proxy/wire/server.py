@@ -148,6 +148,8 @@ class WireServer:
         """End all requests with errors that clients have a second to read."""
         self._stop_listening()
         now = self.clock()
+        if self.exchanges:
+            logger.warning("%d unfinished requests are ended", len(self.exchanges))
         for conversation in [*self.exchanges, *self.visits]:
             conversation.end_for_shutdown(now)
         for client in list(self.clients):

@@ -38,7 +38,9 @@ async def test_drain_finishes_running_requests(site: Site) -> None:
         await draining
 
 
-async def test_close_ends_every_request_with_an_error(site: Site) -> None:
+async def test_close_ends_every_request_with_an_error(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
     """A second signal closes; a client must not mistake the end for a network failure."""
     site.fake.then(scripts.stream(2, end="stall"), scripts.stall)
     streaming = await site.send(chat(stream=True))
@@ -56,6 +58,7 @@ async def test_close_ends_every_request_with_an_error(site: Site) -> None:
     for client in (streaming, whole, half):
         client.close()
     await closing
+    assert caplog.messages == ["2 unfinished requests are ended"]
     draining.cancel()
     for call in site.fake.served:
         await call.was_lost()
