@@ -25,7 +25,7 @@ async def test_clients_wait_until_files_for_their_workers_are_free(
     clients = [await site.send(chat()) for _ in range(30)]
     await eventually(lambda: site.wire._listener.is_paused)
     await asyncio.sleep(0.1)  # several sweeps
-    assert 4 <= len(site.wire.clients) < 12
+    assert 1 <= len(site.wire.clients) < 12
     assert caplog.text.count("clients have to wait for free files") == 1
     gate.set()
     for client in clients:
