@@ -36,7 +36,7 @@ class Listener:
         if files != resource.RLIM_INFINITY:
             self.max_files = float(files - files // SPARE_SHARE)
         self._tls = tls
-        server = await self._serve(where)
+        server: Any = await self._serve(where)  # uvloop's has a list of sockets, not a tuple
         for each in server.sockets:
             self._sockets.append(socket.socket(fileno=os.dup(each.fileno())))
         return int(server.sockets[0].getsockname()[1])
