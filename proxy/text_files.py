@@ -8,11 +8,11 @@ from proxy.errors import ProxyError
 
 
 class UnreadableFileError(ProxyError):
-    """The reason and the remedy, without the file's name."""
+    """Why, and the remedy."""
 
 
 def read_text(file: Path) -> str:
-    """Return a file's text without a byte order mark; raise `UnreadableFileError`."""
+    """Return a file's text; raise `UnreadableFileError`."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

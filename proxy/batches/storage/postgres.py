@@ -157,7 +157,7 @@ class PostgresBackend(Backend):
         except UnreadableFileError as error:
             file = self._password_file
             raise DiskError(f"{SETTING}_password_file: {str(file)!r}: {error}") from None
-        except (OSError, UnicodeError) as error:  # no free files, an invalid host
+        except (OSError, UnicodeError) as error:
             raise DiskError(f"{self._place}: {error}") from None
         except psycopg.Error as error:
             kind = DiskError
