@@ -25,7 +25,7 @@ LAYERS = {
     "proxy": [
         "app", "processes", "setup", "admin", "batches", "wire", "discovery", "status_page",
         "health", "journal", "telemetry", "metrics", "http", "net", "transfer", "core", "config",
-        "compiled", "errors",
+        "compiled", "text_files", "errors",
     ],
 }  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")

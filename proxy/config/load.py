@@ -24,6 +24,7 @@ from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import Block, blocks_in, is_label
 from proxy.config.workers import PoolConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
+from proxy.text_files import UnreadableFileError, read_text
 
 ENTRY = re.compile(r"(tenants|workers|discovery\.pools)\[(\d+)\]")
 MAX_VALUE_CHARS = 60  # of a value in a message
@@ -38,7 +39,7 @@ TAG = "tag:yaml.org,2002:"
 MERGE = f"{TAG}merge"
 URL_FIELDS = {"url", "endpoint", "database"}
 # Error types with a complete message; messages of other types get the field's description.
-COMPLETE = {"bool_type", "literal_error", "model_type", "string_type", "value_error"}
+COMPLETE = {"bool_type", "literal_error", "model_type", "path_type", "string_type", "value_error"}
 # Messages in terms of YAML, for pydantic's messages in terms of Python.
 MESSAGES = {
     "bool_type": "write true or false",
@@ -49,6 +50,7 @@ MESSAGES = {
     "int_type": "must be a whole number",
     "missing": "is missing",
     "model_type": "must be a block of keys and values",
+    "path_type": 'must be a path; put it in quotes, as "..."',
     "string_pattern_mismatch": "has characters that are not allowed",
     "string_too_short": "is empty; leave it out or give a text",
     "string_type": 'must be text; put it in quotes, as "..."',
@@ -69,14 +71,10 @@ BlockType = TypeVar("BlockType", bound=Block)
 def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:
     """Return the configuration in a fleet file; `also` are additional checks."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start}); save it as UTF-8"
-    except OSError as error:
-        problem = f"can't be read: {error.strerror}; check the path and its permissions"
-    else:
-        return parse(text, str(path), also=also)
-    raise ConfigError(str(path), [Problem("", problem)])
+        text = read_text(path)
+    except UnreadableFileError as error:
+        raise ConfigError(str(path), [Problem("", str(error))]) from None
+    return parse(text, str(path), also=also)
 
 
 def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:

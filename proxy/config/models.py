@@ -81,11 +81,12 @@ class RetryConfig(Block):
 
     attempts: Annotated[int, Field(ge=1, le=10)] = 3
     """Maximum number of attempts per request, including the first; 2 if both workers closed the
-    connection without a response"""
+    connection without a response. Workers that accept no connection do not count"""
     budget: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Retries allowed per request of the last 10 s; at least 10 are allowed. The budget protects
     a fleet that fails as a whole. Requests that a worker had when it began to fail are retried
-    once outside the budget, until half of the fleet has failed in this way. 0 disables retries"""
+    once outside the budget, until half of the fleet has failed in this way. 0 disables
+    retries, but not those of connections that a worker did not accept"""
 
 
 class ProbeConfig(Block):

@@ -181,12 +181,17 @@ class Router:
     ) -> Lease | Ticket | Refusal:
         free = not self.queue.any_ahead_of(info)  # they go first
         wait: CacheWait | None = None
-        if (free or attempts.is_retry or info.pinned) and not attempts.owes:
+        pauses = now < attempts.retry_at
+        if (free or attempts.is_retry or info.pinned) and not (attempts.owes or pauses):
             answer = self.placer.place(info, now, attempts, free=free)
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer
             wait = answer
         queued = self._enqueue(info, now, attempts, wait)
+        if pauses:
+            if isinstance(queued, Refusal):  # a full queue
+                return self._place_or_queue(info, now, replace(attempts, retry_at=0.0))
+            return queued
         if isinstance(queued, Refusal):
             return self.placer.count_refusal(info.model, queued)
         reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
@@ -251,7 +256,7 @@ class Router:
         def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
             info, owes = ticket.info, ticket.attempts.owes
             answer: Lease | Refusal | CacheWait | None = None
-            if not owes or self._retries.has_retry(now):
+            if now >= ticket.attempts.retry_at and (not owes or self._retries.has_retry(now)):
                 answer = self.placer.place_queued(ticket, now)
             if owes and isinstance(answer, Lease):
                 self._retries.spend(now)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from proxy.config import FleetConfig, PoolConfig
 from proxy.discovery.endpoints import Endpoint, Endpoints
 from proxy.errors import ProxyError
+from proxy.text_files import UnreadableFileError, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,10 @@ def key_of(pool: PoolConfig) -> str | None:
     if pool.api_key_file is None:
         return pool.api_key
     try:
-        key = pool.api_key_file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not text"
+        key = read_text(pool.api_key_file).strip()
+    except UnreadableFileError as error:
         raise ProxyError(
-            f"discovery: pool {pool.name}: api_key_file {pool.api_key_file} can't be read "
-            f"({reason}); correct it"
+            f"discovery: pool {pool.name}: api_key_file {pool.api_key_file} {error}"
         ) from None
     if not key.isascii() or not key.isprintable() or " " in key or not key:
         raise ProxyError(

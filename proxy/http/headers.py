@@ -31,6 +31,7 @@ REQUEST_HEADERS = {
     b"api-key": True,
     b"authorization": False,
     b"connection": False,
+    b"content-encoding": True,
     b"content-length": False,
     b"content-type": True,
     b"endpoint-load-metrics-format": True,

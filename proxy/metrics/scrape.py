@@ -50,7 +50,8 @@ NOT_CONTINUED = counter(
 DECISIONS = counter("proxy_decisions", "Decisions of the routing rule.", ("model", "reason"))
 NO_ROOM = counter(
     "proxy_connects_without_room",
-    "Connections to workers that failed because this machine had no free files, ports or memory.",
+    "Connections to workers that failed, and pauses in which clients had to wait, "
+    "because this machine had no free files, ports or memory.",
 )
 PROCESSES = gauge("proxy_processes", "Router processes that serve.")
 RESTARTS = counter("proxy_process_restarts", "Router processes that ended and were restarted.")

@@ -1,6 +1,7 @@
 """Signal handling of a router, with one or several processes.
 
-SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second signal stops at once.
+SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second signal ends requests with
+errors.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.errors import ConfigError, Problem
+from proxy.text_files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from proxy.config import PartialConfig, RouterConfig
 
 T = TypeVar("T")
@@ -46,11 +45,9 @@ def admin_key(router: RouterConfig) -> str | Problem | None:
     if (file := admin.key_file) is not None:
         where = "router.admin.key_file"
         try:
-            key = file.read_text(encoding="utf-8-sig").strip()
-        except UnicodeDecodeError:
-            return Problem(where, f"{str(file)!r}: not text; {ADMIN_KEY_FORMAT}")
-        except OSError as error:
-            return _unreadable(where, file, error.strerror)
+            key = read_text(file).strip()
+        except UnreadableFileError as error:
+            return Problem(where, f"{str(file)!r}: {error}")
     elif (variable := admin.key_env) is not None:
         where = "router.admin.key_env"
         key = os.environ.get(variable, "").strip()
@@ -70,7 +67,8 @@ def journal_key(router: RouterConfig) -> bytes | Problem | None:
     try:
         key = file.read_bytes().strip()  # as the engine does
     except OSError as error:
-        return _unreadable(where, file, error.strerror)
+        why = f"{str(file)!r}: can't be read: {error.strerror}; check the path and its permissions"
+        return Problem(where, why)
     if len(key) < MIN_JOURNAL_KEY_BYTES:
         why = f"{str(file)!r}: has {len(key)} bytes; a key has {MIN_JOURNAL_KEY_BYTES} or more; "
         return Problem(where, why + "`openssl rand -hex 32` makes one")
@@ -83,11 +81,7 @@ def redis_password(router: RouterConfig) -> str | Problem | None:
     if router.shared is None or (file := router.shared.password_file) is None:
         return None
     try:
-        password = file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        return _unreadable(where, file, error)
+        password = read_text(file).strip()
+    except UnreadableFileError as error:
+        return Problem(where, f"{str(file)!r}: {error}")
     return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")
-
-
-def _unreadable(where: str, file: Path, why: object) -> Problem:
-    return Problem(where, f"{str(file)!r}: cannot be read: {why}; check path and permissions")

@@ -17,6 +17,7 @@ from proxy.config.tenant_checks import has_keys
 from proxy.core.tenants.tenants import Tenants
 from proxy.errors import ConfigError, Problem
 from proxy.setup.settings import tenant_spec
+from proxy.text_files import UnreadableFileError, read_text
 
 HASH_PATTERN = re.compile(r"sha256:([0-9a-f]{64})")
 KEY_PATTERN = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
@@ -91,13 +92,9 @@ def _key_texts(
         yield "key_hashes", key_hash
     if (file := tenant.keys_file) is not None:
         try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            why = f"{str(file)!r}: is not UTF-8 text; save it as UTF-8"
-            problems.append(Problem(f"{path}.keys_file", why, tenant.name))
-        except OSError as error:
-            why = f"{str(file)!r}: cannot be read: {error.strerror}; check path and permissions"
-            problems.append(Problem(f"{path}.keys_file", why, tenant.name))
+            lines = read_text(file).splitlines()
+        except UnreadableFileError as error:
+            problems.append(Problem(f"{path}.keys_file", f"{str(file)!r}: {error}", tenant.name))
         else:
             for line in lines:
                 if (text := line.strip()) and not text.startswith("#"):

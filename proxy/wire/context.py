@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.wire.extension import Client, Conversation
@@ -48,8 +49,8 @@ class ServedClient(Client, Expiring, Protocol):
     def close_if_gone(self) -> None:
         """Close the connection if the client has left."""
 
-    def close_if_idle(self, now: float) -> None:
-        """Close an idle connection."""
+    def close_if_idle(self, now: float, min_idle_s: float = -inf) -> None:
+        """Close a connection that has been idle for this long."""
 
     def close_for_drain(self, now: float) -> None:
         """Close the connection at shutdown."""
@@ -132,7 +133,7 @@ class WireContext(Protocol):
     ) -> None:
         """Count a request that reached no worker."""
 
-    def add_client(self, client: ServedClient) -> None:
+    def add_client(self, client: ServedClient, file: int) -> None:
         """Keep a connection."""
 
     def remove_client(self, client: ServedClient) -> None:

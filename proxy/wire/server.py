@@ -19,8 +19,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from proxy.core.model import refusals
 from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.types import NONE, Refusal
 from proxy.core.queue.ticket import Ticket
@@ -40,6 +42,7 @@ from proxy.wire.exchange.moves import Moves
 from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.large_body_queue import LargeBodyQueue
+from proxy.wire.listener import Listener
 from proxy.wire.settings import WireSettings
 from proxy.wire.ticks import Ticks
 from proxy.wire.worker.pool import ConnectionPools
@@ -56,8 +59,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096
+IDENTITY = b"identity"
 LOG_INTERVAL_S, CLOSING_INTERVAL_S = 60.0, 1.0
+MIN_IDLE_S = 1.0  # of clients that are closed because files lack
 MIN_CLOSE_S = 1.0  # minimum time to send written responses
 
 
@@ -99,7 +103,7 @@ class WireServer:
         self._failover = Failover()
         self.moves = Moves(router.fleet.roster, self.exchanges, clock)
         self.continuations = ContinuationLog()
-        self._servers: list[asyncio.Server] = []
+        self._listener = Listener(lambda: ClientConnection(self))
         self.ticks = Ticks(self._check_deadlines, self._needs_short_ticks, clock, metrics.loop_lag)
         self._next_log = self._next_closing = 0.0
         self._quiet: asyncio.Future[None] | None = None
@@ -111,11 +115,7 @@ class WireServer:
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen on `sock` or a new socket."""
         where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
-        server = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(self), backlog=BACKLOG, **where, **self._tls()
-        )
-        self._servers.append(server)
-        self.port = int(server.sockets[0].getsockname()[1])
+        self.port = await self._listener.open(where, self._tls())
         self.ticks.start()
 
     def _tls(self) -> dict[str, Any]:
@@ -138,31 +138,34 @@ class WireServer:
         self.leaving = True
         if notice_s := min(self.settings.drain_notice_s, deadline_s):
             await self._wait_until(lambda: False, self.clock() + notice_s)
-        self.draining = True
-        for server in self._servers:
-            server.close()
+        self._stop_listening()
         for client in list(self.clients):
             client.close_if_idle(self.clock())
         await self._wait_until(lambda: not self.exchanges and not self.visits, give_up)
+        await self.close(give_up)
+
+    async def close(self, deliver_by: float = -inf) -> None:
+        """End all requests with errors that clients have a second to read."""
+        self._stop_listening()
         now = self.clock()
+        if self.exchanges:
+            logger.warning("%d unfinished requests are ended", len(self.exchanges))
         for conversation in [*self.exchanges, *self.visits]:
             conversation.end_for_shutdown(now)
         for client in list(self.clients):
             client.close_for_drain(now)
-        await self._wait_until(lambda: not self.clients, max(give_up, now + MIN_CLOSE_S))
+        await self._wait_until(lambda: not self.clients, max(deliver_by, now + MIN_CLOSE_S))
         await self._wait_until(lambda: not self.releases, self.clock() + MIN_CLOSE_S)
-        await self.close()
-
-    async def close(self) -> None:
-        self.leaving = self.draining = True
-        for server in self._servers:
-            server.close()
         for client in list(self.clients):
             client.abort()
         await self._wait_until(lambda: not self.clients, self.clock() + MIN_CLOSE_S)
         self.pools.close()
         self.router.fleet.start_due_decodes(self.clock())
         self.ticks.stop()
+
+    def _stop_listening(self) -> None:
+        self.leaving = self.draining = True
+        self._listener.close()
 
     def reconfigure(self, settings: WireSettings) -> None:
         self.settings = settings
@@ -180,6 +183,9 @@ class WireServer:
         head.refusal = identify(self.router.tenants, head)
         if head.refusal is None and self.settings.refuses_pages and self.router.tenants.open:
             head.refusal = page_refusal(head)
+        encoding = head.special.get(b"content-encoding", IDENTITY)
+        if head.refusal is None and encoding.lower() != IDENTITY:
+            head.refusal = refusals.encoded_body(encoding.decode("latin-1"))
         if head.refusal is not None:
             return
         if endpoints.is_local(head.path):
@@ -232,18 +238,22 @@ class WireServer:
                 logger.exception("cannot send a queued request to its worker")
                 exchange.end_for_shutdown(now)
 
-    def handle_local_failure(self, now: float) -> None:
-        """Count a lack of local resources, log it once a minute, and close idle clients' files."""
+    def handle_local_failure(
+        self, now: float, what: str = "cannot open a connection to a worker"
+    ) -> None:
+        """Count a lack of local resources, log it once a minute, and close idle connections."""
         self.metrics.connects_failed += 1
         if now >= self._next_closing:
             self._next_closing = now + CLOSING_INTERVAL_S
+            self.pools.close_idle()
             for client in list(self.clients):
-                client.close_if_idle(now)
+                client.close_if_idle(now, MIN_IDLE_S)
         if now >= self._next_log:
             self._next_log = now + LOG_INTERVAL_S
             logger.error(
-                "cannot open a connection to a worker (%d failures so far): raise the limit on "
-                "open files (ulimit -n), or the range of local ports",
+                "%s (%d failures so far): raise the limit on open files (ulimit -n), or the range "
+                "of local ports",
+                what,
                 self.metrics.connects_failed,
             )
 
@@ -288,9 +298,18 @@ class WireServer:
         if not self.releases:
             self._wake()
 
-    def add_client(self, client: ServedClient) -> None:
+    def add_client(self, client: ServedClient, file: int) -> None:
+        """Add a client; `file`: its number, the lowest that was free."""
         self.clients.add(client)
         self.metrics.client_connections = len(self.clients)
+        if self._lacks_files(file) and not self._listener.is_paused:
+            self._listener.pause()
+            self.handle_local_failure(self.clock(), "clients have to wait for free files")
+
+    def _lacks_files(self, lowest: float) -> bool:
+        """Return whether files would lack if all clients had requests."""
+        most = self._listener.max_files
+        return 2 * lowest > most and lowest + len(self.clients) - self.pools.busy() > most
 
     def remove_client(self, client: ServedClient) -> None:
         self.clients.discard(client)
@@ -333,6 +352,8 @@ class WireServer:
         for release in [release for release in self.releases if release.deadline < now]:
             release.expire(now)
         self.pools.sweep(now)
+        if self._listener.is_paused and not self._lacks_files(self._listener.lowest_free_file()):
+            self._listener.resume()
         for exchange in self.exchanges:
             exchange.condense_text()
         self._failover.retry_overdue(now, self.router.fleet.roster, self.exchanges)

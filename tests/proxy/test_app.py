@@ -299,6 +299,25 @@ async def listening(process: asyncio.subprocess.Process) -> tuple[int, int]:
     return clients, operators
 
 
+async def test_more_clients_than_files_are_served_one_after_another(
+    tmp_path: Path, fakes: list[FakeWorker]
+) -> None:
+    source = write_fleet(tmp_path, *fakes)
+    low_limit = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
+    for fake in fakes:
+        fake.always(scripts.stream(3, gap_s=0.05))
+    async with router_process(source, *low_limit) as started:
+        port, _ = await listening(started)
+        clients = [await Client.connect(port) for _ in range(200)]
+        for client in clients:
+            await client.send(chat("hi", b"Connection: close", stream=True))
+        for client in clients:
+            head = await client.head(within=DEADLINE_S)
+            assert head.status == 200
+            assert (await client.body(head, within=DEADLINE_S)).endswith(scripts.DONE)
+            client.close()
+
+
 async def test_admin_connections_leave_files_for_requests(
     tmp_path: Path, fakes: list[FakeWorker]
 ) -> None:
@@ -358,6 +377,7 @@ async def test_second_signal_stops_at_once(
     assert (
         await asyncio.wait_for(started.wait(), DEADLINE_S / 2) == 130
     )  # a drain takes twice as long
+    assert (await client.answer()).status == 503
     client.close()
 
 

@@ -21,6 +21,7 @@ from proxy.batches.storage.schema import SCHEMA, UNSAVED, VERSION, postgres_tabl
 from proxy.batches.types import DiskError, StoreFullError
 from proxy.config.redact import without_password
 from proxy.errors import ProxyError
+from proxy.text_files import UnreadableFileError, read_text
 
 try:
     import psycopg
@@ -151,10 +152,13 @@ class PostgresBackend(Backend):
         try:
             options |= conninfo_to_dict(self._url) | {"application_name": self._id}
             if self._password_file is not None:
-                options["password"] = self._password_file.read_text(encoding="utf-8-sig").strip()
+                options["password"] = read_text(self._password_file).strip()
             connection = psycopg.connect(**options, autocommit=True)
+        except UnreadableFileError as error:
+            file = self._password_file
+            raise DiskError(f"{SETTING}_password_file: {str(file)!r}: {error}") from None
         except (OSError, UnicodeError) as error:
-            raise DiskError(f"{SETTING}_password_file: {error}") from None
+            raise DiskError(f"{self._place}: {error}") from None
         except psycopg.Error as error:
             kind = DiskError
             if isinstance(error, psycopg.OperationalError):

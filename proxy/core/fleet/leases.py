@@ -13,6 +13,7 @@ from proxy.core.model.types import Outcome, Reason, RequestInfo
 
 NO_WORKERS: frozenset[Worker] = frozenset()
 PAUSE_S = 1.0  # before a stream returns to a worker that failed it
+RETRY_PAUSE_S = 0.1  # after a drop: other workers may be failing too
 ERRED = Outcome.ERRED
 PASSING = Outcome.FAILED, Outcome.BUSY  # the worker may be well again soon
 
@@ -37,10 +38,11 @@ class Attempts:
     paused: frozenset[Worker] = NO_WORKERS  # may get a stream again after a pause
     paused_until: float = 0.0
     failing_since: float = 0.0  # of those
-    earlier_failures: int = 0  # of workers that may be tried again
+    failures: int = 0  # attempts used
     owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
+    retry_at: float = 0.0
     whole: str = ""  # why it can be split no more
     enlarged: RequestInfo | None = None  # once a worker was too small
     moved: bool = False  # off a worker that had not failed it
@@ -49,11 +51,7 @@ class Attempts:
 
     @property
     def is_retry(self) -> bool:
-        return self.failures > 0 or self.moved
-
-    @property
-    def failures(self) -> int:
-        return len(self.tried) + self.earlier_failures
+        return bool(self.failures or self.moved or self.tried or self.paused)
 
     @property
     def failed_on(self) -> frozenset[Worker]:
@@ -75,14 +73,17 @@ class Attempts:
             found = replace(found, erred_on=(*self.erred_on, leg.name))
         if worker is None:
             return replace(found, moved=True)
+        if failure.dropped:
+            found = replace(found, drops=self.drops + 1, retry_at=now + RETRY_PAUSE_S)
+        if not failure.free:
+            found = replace(found, failures=self.failures + 1)
         if not (self.continues and failure.outcome in PASSING):
-            return replace(found, tried=self.tried | {worker}, drops=self.drops + failure.dropped)
+            return replace(found, tried=self.tried | {worker})
         return replace(
             found,
             paused=self.paused | {worker},
             paused_until=now + PAUSE_S,
             failing_since=self.failing_since if self.paused else now,
-            earlier_failures=self.earlier_failures + (not failure.free),
         )
 
 

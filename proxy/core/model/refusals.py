@@ -33,6 +33,11 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
 
 
+def encoded_body(encoding: str) -> Refusal:
+    message = f"Content-Encoding: {encoding[:20]} is not supported; send the body uncompressed."
+    return Refusal(415, Reason.BAD_REQUEST, message, param="Content-Encoding")
+
+
 def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
     others = ", ".join(allowed)
     message = f"{path[:200]} accepts {others}, not {method[:20]}"

@@ -18,10 +18,18 @@ def find(method: str, path: str) -> Route | Refusal:
     """Return the route, or a refusal: 404 for the path, 405 for the method."""
     route = ROUTES.get(path) or _find_stored_response(path)
     if route is None:
-        return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}")
+        return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}{_similar(path)}")
     if method != route.method:
         return wrong_method(path, method, (route.method,))
     return route
+
+
+def _similar(path: str) -> str:
+    """Return a hint for a base URL that lacks /v1, or has it twice."""
+    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")):
+        if other in ROUTES:
+            return f"; {other} exists: check the client's base URL"
+    return ""
 
 
 def _find_stored_response(path: str) -> Route | None:

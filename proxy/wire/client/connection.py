@@ -91,9 +91,10 @@ class ClientConnection(asyncio.Protocol):
         self.write = partial(self._wire.outbox.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
         enable_keepalive(transport)
-        self._wire.add_client(self)
         self.limit(self._wire.settings)
         self._listen(self._wire.clock())
+        raw = socket_of(self._transport)
+        self._wire.add_client(self, 0 if raw is None else raw.fileno())
 
     def limit(self, settings: WireSettings) -> None:
         self._reader.limit(settings.max_header_bytes, settings.max_body_bytes)
@@ -179,8 +180,10 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._refuse_and_close(now, refusals.draining())
 
-    def close_if_idle(self, now: float) -> None:
+    def close_if_idle(self, now: float, min_idle_s: float = -inf) -> None:
         if self._exchange is not None or self._leaving or not self.writable:
+            return
+        if self.deadline - self._wire.settings.client_idle_s > now - min_idle_s:
             return
         if self._reader.state is ParserState.NOTHING and not has_events(
             self._transport, select.POLLIN

@@ -91,7 +91,6 @@ class Attempt:
 
     @property
     def has_begun(self) -> bool:
-        """True if the client has part of the response."""
         return self.response is not None and self.response.has_begun
 
     # To the worker
@@ -209,6 +208,8 @@ class Attempt:
             finish(exchange, self.lease, now, response)
         elif response.tokens:
             self._open_fast_path(response)
+        elif response.holds_opening and self.lease is not None and self.connection is not None:
+            self.connection.deadline = self.lease.charged_at + self.timeout_s
 
     def _begin_response(self, now: float, body: bytes, ended: bool) -> ResponseWriter | None:
         """Return the writer for a response; None if all of it has been passed on."""
@@ -302,7 +303,6 @@ class Attempt:
         exchange, wire = self._exchange, self._wire
         connection, self.connection = self.connection, None
         if error is WorkerError.OURS:
-            # No worker failed: this machine lacks resources.
             wire.handle_local_failure(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return

@@ -184,7 +184,7 @@ def restore_attempts(exchange: AttemptOwner, lease: Lease) -> None:
     """Forget the failures of a stream that its worker has served for a while."""
     first_at, last_at = lease.first_token_at, exchange.record.last_token_at
     if first_at is not None and last_at - first_at >= RECOVERED_S:
-        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, earlier_failures=0)
+        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, failures=0)
 
 
 def continued(exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool) -> Attempts:
@@ -200,9 +200,7 @@ def needs_journal(output: Output) -> bool:
 
 def reset_tried_workers(attempts: Attempts) -> Attempts:
     """Return the attempts of a stream that has new tokens; its first workers may run again."""
-    return replace(
-        attempts, tried=NO_WORKERS, paused=NO_WORKERS, earlier_failures=attempts.failures
-    )
+    return replace(attempts, tried=NO_WORKERS, paused=NO_WORKERS)
 
 
 def not_continued(exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:

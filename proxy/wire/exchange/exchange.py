@@ -200,8 +200,8 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        if self.begun is not None and (error is WorkerError.CONNECT or outcome is Outcome.BUSY):
-            free = True  # the worker has done nothing for the stream
+        if error is WorkerError.CONNECT or (self.begun is not None and outcome is Outcome.BUSY):
+            free = True  # the worker has done nothing
         failure = LegFailure(
             outcome,
             avoid=None if moves else worker,

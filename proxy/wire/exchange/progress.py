@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.http.sse import EventStream
     from proxy.wire.exchange.owner import AttemptOwner
 
+BACKGROUND = b'"background"'  # its client may cancel the response by its id
 BAD_REQUEST, BAD_GATEWAY = 400, 502
 
 
@@ -33,6 +34,7 @@ def writer_for(
         keep_alive=request.head.keep_alive and not exchange.wire.leaving,
         cached_tokens=cached_tokens,
         hides_usage=changed is not None and OPTIONS in changed,
+        holds_opening=opens_early(exchange),
     )
 
 
@@ -80,6 +82,11 @@ def fast_path(
         recounts=response.changes_usage,
         failures=() if exchange.sent_text is None else exchange.sent_text.failures,
     )
+
+
+def opens_early(exchange: AttemptOwner) -> bool:
+    """Return whether a stream begins before its output, and no client needs its id until then."""
+    return exchange.route.stores and BACKGROUND not in exchange.request.body
 
 
 def may_pass_at_once(exchange: AttemptOwner, head: ResponseHead) -> bool:

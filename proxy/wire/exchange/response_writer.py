@@ -22,6 +22,7 @@ from proxy.http.sse import (
     replace_cached_tokens,
     usage_in,
 )
+from proxy.wire.handover.first_token import find_result
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Decision
@@ -50,6 +51,7 @@ class ResponseWriter:
         "_tail",
         "_until_close",
         "has_begun",
+        "holds_opening",
         "keep_alive",
         "output_in_prompt",
         "status",
@@ -65,6 +67,7 @@ class ResponseWriter:
         keep_alive: bool,
         cached_tokens: int | None = None,
         hides_usage: bool = False,
+        holds_opening: bool = False,
     ) -> None:
         self.status = head.status
         self.keep_alive = keep_alive
@@ -77,12 +80,14 @@ class ResponseWriter:
         self._until_close = head.until_close
         self._cached = cached_tokens  # replaces the worker's count
         self._hides = hides_usage  # the client asked for none
+        self.holds_opening = False  # until the first output, so that a stream can be retried
         self._held = b""
         self._head = self._compose(request, head, decision)
         kind = head.special.get(b"content-type", b"")
         if self.status == OK and b"content-encoding" not in head.special:
             if kind.startswith(EVENT_STREAM) and head.length is None:
                 self._stream = EventStream()
+                self.holds_opening = holds_opening
             elif kind.startswith(JSON):
                 self._tail = b""
 
@@ -94,6 +99,8 @@ class ResponseWriter:
             self.tokens = stream.tokens
             if ended:
                 body += stream.rest()
+            if self.holds_opening:
+                body = self._hold_opening(body, ended)
             if self._cached is not None:
                 body = replace_cached_tokens(body, self._cached)
             if self.output_in_prompt:
@@ -116,6 +123,13 @@ class ResponseWriter:
             self.has_begun = True
             return self._head + data
         return data
+
+    def _hold_opening(self, body: bytes, ended: bool) -> bytes:
+        """Hold back events before the first output."""
+        body = self._held + body
+        self.holds_opening = not ended and len(body) <= MAX_HELD_BYTES and find_result(body) < 0
+        self._held = body if self.holds_opening else b""
+        return b"" if self.holds_opening else body
 
     def _hold_json(self, body: bytes, cached: int, ended: bool) -> bytes:
         """Hold back a JSON body to correct its usage."""

@@ -67,12 +67,24 @@ class ConnectionPools:
             yield name, "idle", len(pool.idle)
             yield name, "busy", len(pool.open) - len(pool.idle)
 
+    def busy(self) -> int:
+        """Return the number of connections with a request."""
+        return sum(len(pool.open) - len(pool.idle) for pool in self._pools.values())
+
+    def close_idle(self) -> None:
+        for pool in self._pools.values():
+            drop_idle(pool)
+
     def close(self) -> None:
         for pool in [*self._pools.values(), *self._retired]:
             for connection in list(pool.open):
                 connection.drop()
 
     def _retire(self, pool: ConnectionPool) -> None:
-        for connection in list(pool.idle):
-            connection.drop()
+        drop_idle(pool)
         self._retired.append(pool)
+
+
+def drop_idle(pool: ConnectionPool) -> None:
+    for connection in list(pool.idle):
+        connection.drop()

@@ -51,6 +51,11 @@ def test_invalid_file(text: str, path: str, words: str) -> None:
         ({"name": "a b"}, "name", "'a b' & 64 characters at most"),
         ({"name": "a" * 65}, "name", "64 characters at most"),
         ({"max_requests": True}, "max_requests", "true & whole number"),
+        (
+            {"url": "https://a", "tls": {"ca_file": 7}},
+            "tls.ca_file",
+            "7 & must be a path; put it in quotes",
+        ),
         ({"model": ""}, "model", "is empty"),
         ({"url": "127.0.0.1:9001"}, "url", "'127.0.0.1:9001' & only http://"),
         ({"url": "ftp://a:1"}, "url", "'ftp://a:1' & only http:// and https://"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.leases import Attempts, Lease, LegFailure
+from proxy.core.fleet.leases import RETRY_PAUSE_S, Attempts, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
 from proxy.core.model.types import Outcome, Reason, Usage
 from proxy.core.router import Router, RouterSettings
@@ -209,7 +209,7 @@ def test_a_request_that_outgrew_its_worker_is_released_as_it_was_charged() -> No
 
 @pytest.mark.parametrize("free", [False, True])
 def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
-    router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9)
+    router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9, queue_requests=0)
     info = make_info()
     answer = router.submit(info, 0.0)
     for dropped in (False, True, False, True):  # the other workers did not act
@@ -220,6 +220,24 @@ def test_request_dropped_by_two_workers_is_502(free: bool) -> None:
     assert (refusal.status, refusal.code) == (502, "request_dropped")
     assert len({*lease.attempts.tried, lease.worker}) == 4
     assert refusal.retry_after_s is None
+    assert idle(router.fleet.roster)
+
+
+@pytest.mark.parametrize("has_queue", [True, False])
+def test_request_whose_worker_closed_its_connection_pauses(has_queue: bool) -> None:
+    """Other workers of the same machine are about to fail; requests that arrive do not wait."""
+    router = router_of(*(spec(name) for name in "abc"), queue_requests=9 if has_queue else 0)
+    lease = placed(router.submit(make_info(), 0.0))
+    failure = LegFailure(Outcome.FAILED, lease.worker, dropped=True)
+    answer = router.retry(lease, 1.0, failure)
+    router.leases.finish(placed(router.submit(make_info(), 1.0)), 1.0, Outcome.DONE)
+    if has_queue:
+        assert router.pop_due(1.0 + RETRY_PAUSE_S / 2) == []
+        ticket, answer = pop_one(router, 1.0 + RETRY_PAUSE_S)
+        assert ticket.attempts.drops == 1
+    again = placed(answer)
+    assert again.worker is not lease.worker
+    router.leases.finish(again, 2.0, Outcome.DONE)
     assert idle(router.fleet.roster)
 
 
@@ -476,4 +494,4 @@ def test_request_may_be_retried_if_another_worker_may_take_it_now_or_once_free(
         take_down(router.fleet, left.name)
     tried = workers_named(router, left.name) if other == "failed it too" else frozenset()
     assert router.may_retry(lease, 0.1, Attempts(tried)) is may
-    assert not router.may_retry(lease, 0.1, Attempts(earlier_failures=9))
+    assert not router.may_retry(lease, 0.1, Attempts(failures=9))

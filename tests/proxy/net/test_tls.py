@@ -265,7 +265,7 @@ async def test_certificates_and_admin_key_may_move(moved: MovedFiles) -> None:
         await app.reload()
     assert await moved.status_with_key_of("second") == 200
     (moved.folder / "second.admin").unlink()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="can't be read"):
         await App(load(moved.source), moved.source).start()
 
 

@@ -466,7 +466,7 @@ async def test_second_signal_ends_processes_that_drain(tmp_path: Path) -> None:
         group.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(group.process.wait, DEADLINE_S) == 0
         assert not any("does not exit" in line for line in group.lines)
-        assert await statuses_of(clients) == [None, None]
+        assert await statuses_of(clients) == [503, 503]
         opening.set()
     finally:
         group.close()

@@ -87,7 +87,7 @@ def test_each_tenant_has_its_own_keys(file: Path) -> None:
         (hashed(KEYS[0])[:-1], "nor sha256: with 64 of 0-9a-f"),
         ("sha256:abc\n", "nor sha256: with 64 of 0-9a-f"),
         ("\n# nothing\n", "has no key"),
-        (None, "cannot be read"),
+        (None, "can't be read"),
         (b"\xff\xfe", "not UTF-8"),
     ],
 )

@@ -63,3 +63,15 @@ def test_stored_response_paths_have_the_response_id() -> None:
 
 def test_long_path_is_shortened_in_the_refusal() -> None:
     assert len(refused(find("POST", "/" + "x" * 10_000)).message) < 300
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/responses/", "/v1/responses"),
+    ],
+)
+def test_refusal_names_the_path_that_a_wrong_base_url_hides(path: str, meant: str) -> None:
+    assert f"{meant} exists: check the client's base URL" in refused(find("POST", path)).message

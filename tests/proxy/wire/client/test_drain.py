@@ -38,11 +38,42 @@ async def test_drain_finishes_running_requests(site: Site) -> None:
         await draining
 
 
-async def test_close_ends_every_connection(site: Site) -> None:
-    client = await site.send(get("/health")[:10])
-    await eventually(lambda: site.wire.clients)
-    await site.wire.close()
-    assert await client.closed() == b""
+async def test_close_ends_every_request_with_an_error(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second signal closes; a client must not mistake the end for a network failure."""
+    site.fake.then(scripts.stream(2, end="stall"), scripts.stall)
+    streaming = await site.send(chat(stream=True))
+    head = await streaming.head()
+    whole = await site.send(chat())
+    half = await site.send(chat()[:-3])
+    await site.fake.got(2)
+    draining = asyncio.create_task(site.wire.drain(3600.0))
+    await eventually(lambda: site.wire.draining)
+    closing = asyncio.create_task(site.wire.close())
+    assert b"router_stopped" in await streaming.body(head)
+    for client in (whole, half):
+        answer = await client.answer()
+        assert (answer.status, answer.one(b"connection")) == (503, b"close")
+    for client in (streaming, whole, half):
+        client.close()
+    await closing
+    assert caplog.messages == ["2 unfinished requests are ended"]
+    draining.cancel()
+    for call in site.fake.served:
+        await call.was_lost()
+
+
+async def test_close_does_not_wait_for_a_client_that_reads_nothing(site: Site) -> None:
+    piece = scripts.chunk(b"data: " + b"x" * (1 << 20) + b"\n\n")
+    site.fake.always(scripts.raw(scripts.STREAM_HEAD, *[piece] * 64, end="stall"))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=4096)
+    [connection] = site.wire.clients
+    await eventually(lambda: not connection.writable)
+    async with asyncio.timeout(DEADLINE_S):
+        await site.wire.close()
+    assert not site.wire.clients
+    client.close()
 
 
 @asynccontextmanager

@@ -131,3 +131,10 @@ async def test_request_id_is_not_reused_for_the_next_request(site: Site) -> None
     await client.send(b"nonsense\r\n\r\n")
     answer = await client.answer()
     assert (answer.status, answer.one(b"x-request-id") == b"first") == (400, False)
+
+
+async def test_encoded_body_is_415(site: Site) -> None:
+    answer = await site.ask(request(b"\x1f\x8b\x08", b"Content-Encoding: gzip"))
+    assert answer.status == 415
+    assert "Content-Encoding: gzip is not supported" in answer.error()["message"]
+    assert (await site.ask(request(BODY, b"Content-Encoding: Identity"))).status == 200

@@ -145,7 +145,8 @@ async def test_worker_that_is_well_again_is_tried_though_others_have_the_cache(
     start: Start,
 ) -> None:
     """Requests one by one of one long beginning: `adaptive` prefers the worker that has it."""
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
+    # Without a queue retries do not pause: the clock stands.
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2"), router={"queue_requests": 0})
     text = "the same beginning " * 500
     first = site.fakes["w0"]
 

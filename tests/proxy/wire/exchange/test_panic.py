@@ -28,7 +28,8 @@ async def break_on_marked(call: Call) -> None:
 
 async def start_attacked(start: Start, **router: float) -> Site:
     """Start four workers and a router with a healthy tenant and a tenant that breaks workers."""
-    site = await start(*(Fake(f"w{i}") for i in range(4)), router=router)
+    # Without a queue retries do not pause: the clock stands.
+    site = await start(*(Fake(f"w{i}") for i in range(4)), router=router | {"queue_requests": 0})
     site.always(break_on_marked)
     site.set_tenants(TenantSpec("good"), TenantSpec("bad"), good=KEY, bad=OTHER_KEY)
     site.stand_still()

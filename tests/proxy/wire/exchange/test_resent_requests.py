@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import resource
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from proxy.wire.exchange.worker_errors import MAX_ERROR_BYTES
 from proxy.wire.worker.connection import is_local_failure
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.exchange.engines import in_turn
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import chat_body, pairs
 from tests.proxy.wire.raw_client import chat, get, request
@@ -139,6 +142,74 @@ async def test_no_response_from_any_worker_gets_502_or_504(
     assert len(site.served()) == 2
     site.always(scripts.obey("well"))
     assert (await client.ask(chat())).status == 200  # the client's connection is kept
+
+
+@pytest.mark.parametrize(("attempts", "budget", "failing"), [(1, 0.0, []), (2, 1.0, ["w4"])])
+async def test_workers_that_refuse_connections_use_up_no_attempts(
+    start: Start, attempts: int, budget: float, failing: list[str]
+) -> None:
+    """Half a fleet is gone, and its workers look idle."""
+    router = {"policy": "round_robin", "max_attempts": attempts, "retry_budget": budget}
+    site = await start(*(Fake(f"w{n}") for n in range(6)), router=router)
+    for name in ("w0", "w1", "w2", "w3"):
+        await site.fakes[name].refuse()
+    for name in failing:
+        site.fakes[name].always(scripts.error(500))
+    for _ in range(12):
+        assert (await site.ask(chat())).status == 200
+
+
+def responses_event(name: str) -> bytes:
+    """Return an event of a stream of `/v1/responses`, with the response's id."""
+    return b'event: response.%s\ndata: {"response": {"id": "resp_1"}}\n\n' % name.encode()
+
+
+EVENTS = [*map(responses_event, ("created", "in_progress", "output_text.delta", "completed"))]
+OPENING, OUTPUT = [*map(scripts.chunk, EVENTS[:2])], [*map(scripts.chunk, EVENTS[2:])]
+WHOLE_STREAM = (scripts.STREAM_HEAD, *OPENING, *OUTPUT, scripts.LAST_CHUNK)
+WHOLE_BODY = b"".join(EVENTS)
+
+
+def ask_responses(text: str = "hi", **fields: Any) -> bytes:
+    body = {"model": "tiny", "input": text, "stream": True, **fields}
+    return request(json.dumps(body).encode(), path="/v1/responses")
+
+
+@pytest.mark.parametrize("end", ["reset", "close", "stall"])
+async def test_stream_of_a_worker_that_fails_before_its_output_is_retried(
+    start: Start, end: str
+) -> None:
+    """The opening events come before the prefill, in which a worker may fail."""
+    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.3, "idle_s": 9.0})
+    in_turn(site, scripts.raw(scripts.STREAM_HEAD, *OPENING, end=end), scripts.raw(*WHOLE_STREAM))
+    answer = await site.ask(ask_responses())
+    assert (answer.status, answer.body) == (200, WHOLE_BODY)
+    assert len(site.served()) == 2
+
+
+async def test_silence_before_the_output_may_last_as_before_the_response(start: Start) -> None:
+    site = await start(wire={"first_byte_s": 9.0, "idle_s": 0.1})
+    gate = asyncio.Event()
+
+    async def wait(call: Call) -> None:
+        await scripts.raw(scripts.STREAM_HEAD, *OPENING)(call)
+        await gate.wait()
+        await scripts.raw(*OUTPUT, scripts.LAST_CHUNK)(call)
+
+    site.fake.always(wait)
+    client = await site.send(ask_responses())
+    await site.fake.got()
+    await site.pass_time(0.3)
+    gate.set()
+    assert (await client.answer()).body == WHOLE_BODY
+
+
+async def test_opening_of_a_background_response_passes_at_once(site: Site) -> None:
+    """Its client may cancel the response by its id."""
+    site.fake.always(scripts.raw(scripts.STREAM_HEAD, *OPENING, end="stall"))
+    client = await site.send(ask_responses(background=True))
+    assert (await client.head()).status == 200
+    assert (await client.piece()).startswith(EVENTS[0])
 
 
 DEADLY = "this request ends its worker"
@@ -274,6 +345,7 @@ async def test_idle_clients_are_closed_when_requests_need_their_descriptors(site
     idle, client = await site.client(), await site.client()
     for each in (idle, client):
         assert (await each.ask(get("/health"))).status == 200
+    site.skip(1.0)
     with no_free_descriptors():
         assert (await client.ask(chat())).status == 503
         assert await idle.closed() == b""
