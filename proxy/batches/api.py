@@ -126,7 +126,7 @@ class BatchApiRequest:
         self._task.add_done_callback(self._release)
 
     def _admit(self, now: float) -> Refusal | None:
-        """Count the request and its body; return a refusal if a limit is reached.
+        """Count the request and its body, or refuse them.
 
         Requests that change something also count against the tenant's rate limits.
         """

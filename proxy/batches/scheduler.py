@@ -74,7 +74,7 @@ class BatchScheduler:
         self._claims = Claims(store)
         self._running: dict[str, BatchProgress] = {}
         self._maintenance = Maintenance(store)
-        self._has_more_work = False  # True if the next turn has work and need not wait
+        self._has_more_work = False  # the next turn need not wait
         self._unsaved: list[LineResult] = []
         self._full: set[str] = set()  # tenants without storage left for results
         self._turns: dict[str, int] = {}
@@ -93,7 +93,7 @@ class BatchScheduler:
         return sum(len(progress.requests) for progress in self._running.values())
 
     def wake(self) -> None:
-        """Wake the scheduler, because a batch changed."""
+        """Read the batches anew at once."""
         self._next_poll = -inf
         self._wakeup.set()
 

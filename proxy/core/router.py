@@ -54,7 +54,7 @@ class Router:
         self.tenants = Tenants()
         self.draining = False
         # Reports stored responses to other processes.
-        self.others_remember: Callable[[str, str, str], None] | None = None
+        self.report_stored_response: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
         self._retries = self.placer.retries
@@ -103,8 +103,8 @@ class Router:
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self._reader.stored.remember(response_id, worker, tenant)
-        if self.others_remember is not None:
-            self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
+        if self.report_stored_response is not None:
+            self.report_stored_response(response_id, worker, "" if tenant is None else tenant.name)
 
     def learn_remote_response(self, response_id: str, worker: str, tenant: str) -> None:
         owner = self.tenants.get(tenant) if tenant else None
@@ -239,7 +239,7 @@ class Router:
         if not queue.length and not queue.ended:
             return []
         self.fleet.start_due_decodes(now)
-        if queue.elsewhere is not None:  # other processes may need room
+        if queue.remote_queues is not None:  # other processes may need room
             queue.make_room(queue.usual, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]

@@ -98,7 +98,7 @@ class ServerDownError(DiskError):
 
 
 class PostgresBackend(Backend):
-    """One connection to a database, which is opened again when it is lost.
+    """One connection to a database, opened again when it is lost.
 
     The server's autovacuum uses free space again.
     """

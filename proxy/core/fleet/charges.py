@@ -32,7 +32,7 @@ class Fleet:
     ) -> None:
         self.roster = Roster(clock)
         self.health = WorkerHealth(self.roster, down_after, up_after)
-        self.large_changes = 0  # starts and ends of large prefills
+        self.large_prefill_changes = 0  # starts and ends of large prefills
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(
@@ -59,7 +59,7 @@ class Fleet:
         info, worker, prefill = lease.info, lease.worker, lease.prefill_tokens
         pace = worker.pace
         # remote prefills may appear late
-        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
+        idle = worker.prefill_tokens == worker.remote_load.prefill_tokens
         before = worker.prefill_tokens + worker.foreign_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
@@ -86,7 +86,7 @@ class Fleet:
         if lease.info.long:
             worker.long_tokens += sign * tokens
         if tokens >= LARGE_PREFILL_TOKENS:
-            self.large_changes += 1
+            self.large_prefill_changes += 1
 
     # Hand-overs
 
@@ -189,10 +189,10 @@ class Fleet:
     def start_due_decodes(self, now: float) -> None:
         """Count silent requests as decoding once their first token is due.
 
-        Take in the charges of other processes.
+        Read the charges of other processes first.
         """
-        if (others := self.roster.others) is not None:
-            others.take_in_charges(now)
+        if (others := self.roster.remote_load) is not None:
+            others.read_remote_charges(now)
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]

@@ -96,7 +96,7 @@ class Worker:
     worked_at: float = -inf  # when its page last showed progress
     free_at: float = 0.0  # when its prefills are done
     due_at: float = 0.0  # next progress is due
-    elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
+    remote_load: WorkerLoad = NO_LOAD  # by other processes, included above
     inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
     successor: Worker | None = None  # new worker at its address after removal
 

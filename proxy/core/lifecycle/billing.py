@@ -30,13 +30,13 @@ def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
         return None
     ledger = tenant.ledger
     if (
-        ledger.remote is None
+        ledger.remote_limits is None
         or not ledger.is_limited
         or ledger.too_long(info.min_prompt_size) is not None
     ):
         return None
     tokens = _tokens(info)
-    if ledger.remote.take(tokens):
+    if ledger.remote_limits.take_from_advance(tokens):
         info.bill.decided, info.bill.exceeded = tokens, None
         return None
 
@@ -44,7 +44,7 @@ def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
         info.bill.decided, info.bill.exceeded = tokens, exceeded
         done(exceeded)
 
-    return ledger.remote.ask(tokens, decided)
+    return ledger.remote_limits.request_decision(tokens, decided)
 
 
 def _tokens(info: RequestInfo) -> int:

@@ -60,14 +60,14 @@ class DispatchRound:
         now: float,
         ages: Mapping[Rank, float],
         overtaking: Overtaking,
-        elsewhere: RemoteQueues | None,
+        remote_queues: RemoteQueues | None,
     ) -> None:
         self._lines = lines
         self._end = end
         self._now = now
         self._ages = ages
         self._overtaking = overtaking
-        self._others = elsewhere
+        self._remote_queues = remote_queues
         # At a place, requests that need at least this much context have failed in this round.
         self._failed_need: dict[Place, int] = {}
         self._misses: dict[Place, int] = {}
@@ -75,7 +75,7 @@ class DispatchRound:
 
     def next(self) -> tuple[Ticket, Found] | None:
         """Return the next request and its result; None ends the round."""
-        buckets, others = list(self._lines.in_order()), self._others
+        buckets, others = list(self._lines.in_order()), self._remote_queues
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
         for ((model, _), rank), bucket in buckets:
             known = oldest.setdefault(model, {})
@@ -105,7 +105,7 @@ class DispatchRound:
         self, fifo: RequestFifo, order: Late, aged: Mapping[Rank, Late]
     ) -> tuple[Ticket, Found] | None:
         """Dispatch from a FIFO, unless another process goes first."""
-        (place, rank), others, now = (fifo.place, fifo.rank), self._others, self._now
+        (place, rank), others, now = (fifo.place, fifo.rank), self._remote_queues, self._now
         if fifo.least >= self._need_bound(place):
             return None
         if others is not None and others.has_earlier_turn(place, order, fifo.turn, now, aged):
@@ -124,7 +124,7 @@ class DispatchRound:
 
     def _aged_classes(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
         """Return the classes old enough to go ahead in this turn."""
-        last, highest = self._overtaking.last_dispatch(model, self._others), min(oldest)
+        last, highest = self._overtaking.last_dispatch(model, self._remote_queues), min(oldest)
         if last.passed:
             return {}
         # Two aged classes alternate.

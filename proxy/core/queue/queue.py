@@ -58,7 +58,7 @@ class Queue:
         self.tokens = 0
         self.length = 0
         self._in_order = 0  # without requests that wait for a cache
-        self.elsewhere: RemoteQueues | None = None  # in other processes
+        self.remote_queues: RemoteQueues | None = None  # in other processes
         self.turns = ShareCounters()
         self.cache_waits = CacheWaits()
         self.ended: dict[Ticket, End] = {}  # not yet reported by the router's `pop_due`
@@ -111,7 +111,7 @@ class Queue:
     def _excess(self, one: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
         total, most = self._total(), self._limits()
-        if (others := self.elsewhere) is not None:
+        if (others := self.remote_queues) is not None:
             parts, own = others.processes + 1, add_amounts(self._own(), one)
             if all(amount * parts <= limit for amount, limit in zip(own, most, strict=True)):
                 return NOTHING
@@ -123,7 +123,7 @@ class Queue:
         return self.length, self.bytes, self.tokens
 
     def _total(self) -> Amounts:
-        if (others := self.elsewhere) is None:
+        if (others := self.remote_queues) is None:
             return self._own()
         return add_amounts(self._own(), (others.length, others.bytes, others.tokens))
 
@@ -141,13 +141,15 @@ class Queue:
 
     def choose_surplus(self) -> list[Ticket]:
         """Return tickets to evict, if this is the fullest process."""
-        others = self.elsewhere
+        others = self.remote_queues
         if others is None or not others.length or not self.length:
             return []
-        elsewhere = others.has_more(self._own())
+        others_have_more = others.has_more(self._own())
         over = [
             0 if skip else total - limit
-            for total, limit, skip in zip(self._total(), self._limits(), elsewhere, strict=True)
+            for total, limit, skip in zip(
+                self._total(), self._limits(), others_have_more, strict=True
+            )
         ]
         if max(over) <= 0:
             return []
@@ -158,20 +160,20 @@ class Queue:
     @property
     def has_waiting(self) -> bool:
         """True if a request waits here or in another process."""
-        return self.length > 0 or (self.elsewhere is not None and self.elsewhere.waits)
+        return self.length > 0 or (self.remote_queues is not None and self.remote_queues.waits)
 
     def count_waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
         found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
         return found + (
-            self.elsewhere is not None and self.elsewhere.has_higher_class(place, BATCH)
+            self.remote_queues is not None and self.remote_queues.has_higher_class(place, BATCH)
         )
 
     def has_waiting_for(self, model: str) -> bool:
         if any(self._lines.places(model)):
             return True
-        there = self.elsewhere
+        there = self.remote_queues
         sizes = SHORT, LONG
         return there is not None and any(
             there.has_higher_class((model, x), BATCH + 1) for x in sizes
@@ -181,7 +183,9 @@ class Queue:
         if not self.has_waiting:
             return False
         place = place_of(info)
-        if self.elsewhere is not None and self.elsewhere.has_higher_class(place, info.rank + 1):
+        if self.remote_queues is not None and self.remote_queues.has_higher_class(
+            place, info.rank + 1
+        ):
             return True
         if any(self._lines.count(place, rank) for rank in RANKS[: info.rank + 1]):
             return True
@@ -238,8 +242,8 @@ class Queue:
             self._last_waiting_at = now
             self._in_order += 1
         self._lines.push(ticket)
-        if self.elsewhere is not None:
-            self.elsewhere.report_change()
+        if self.remote_queues is not None:
+            self.remote_queues.report_change()
 
     def _extract(self, ticket: Ticket) -> None:
         self._lines.remove(ticket)
@@ -262,8 +266,8 @@ class Queue:
         if info.tenant is not None:
             last = not self._lines.has_waiting(info.tenant, info.rank)
             self.turns.remove(info.tenant, info.rank, last=last)
-        if self.elsewhere is not None:
-            self.elsewhere.report_change()
+        if self.remote_queues is not None:
+            self.remote_queues.report_change()
         self._capacity.remove(info)
         self.length -= 1
         self.bytes -= info.body_bytes
@@ -289,8 +293,8 @@ class Queue:
         """Remove and yield the tickets that `end` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
             self._move(ticket, None, now)
-        ages, elsewhere = self.fairness.ages, self.elsewhere
-        turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)
+        ages, remote_queues = self.fairness.ages, self.remote_queues
+        turn = DispatchRound(self._lines, end, now, ages, self.aged, remote_queues)
         while (found := turn.next()) is not None:
             ticket, ended = found
             if isinstance(ended, CacheWait):

@@ -168,7 +168,7 @@ def cheapest_wait(
             until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), end, view.wait_until)
         if own_s + wait_s < least_s and now + wait_s < end and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, latest is None, worker.elsewhere.placed)
+            found = CacheWait(worker, wait_s, until, latest is None, worker.remote_load.placed)
     return found
 
 

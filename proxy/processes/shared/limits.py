@@ -58,7 +58,7 @@ class LimitsPeer:
 
 
 class SharedUsage:
-    """A tenant's requests in flight, written and read at once; see `Others` in core's limits."""
+    """A tenant's requests in flight, written and read at once; implements `RemoteUsage`."""
 
     def __init__(
         self, row: int, own: ProcessSheet, remote: Peers[ProcessSheet], ledger: TenantUsage
@@ -142,7 +142,7 @@ class SharedLimits:
     def _read_tenant(self, tenant: Tenant, row: int) -> None:
         rows_read = [peer.sheet.read_usage(row) for peer in self._peers]
         counted = len(self._peers.local) if tenant.ledger.is_divided else len(rows_read)
-        tenant.ledger.elsewhere = sum(peer_row.running for peer_row in rows_read[:counted])
+        tenant.ledger.running_elsewhere = sum(peer_row.running for peer_row in rows_read[:counted])
         waits = 0
         for peer_row in rows_read:
             waits |= peer_row.waits
@@ -178,7 +178,7 @@ class SharedLimits:
         for tenant in self._rows.keys() - rows.keys():
             del self._written[tenant], self._remote[tenant]
             tenant.watches.discard(self._watch)
-            tenant.ledger.others = None
+            tenant.ledger.remote_usage = None
             self._turns.set_remote_waits(tenant, 0)
         self._rows = rows
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
@@ -186,9 +186,9 @@ class SharedLimits:
     def _restore_charges(self, tenant: Tenant, row: int) -> None:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
-        tenant.ledger.share(cast("MutableSequence[float]", cells))
+        tenant.ledger.use_shared_cells(cast("MutableSequence[float]", cells))
         if self._sheets.local:  # other hosts are counted by the server, or have their parts
-            tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
+            tenant.ledger.remote_usage = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share

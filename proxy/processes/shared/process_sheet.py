@@ -41,10 +41,10 @@ AT_TENANTS = AT_TRAFFIC + PLACES * TRAFFIC_WORDS
 AT_LOG = AT_TENANTS + MAX_TENANTS * TENANT_WORDS
 SHEET_WORDS = AT_LOG + LOG
 # Words in the head.
-CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = range(9)
+CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKER_CHANGES, LOGGED, ALIVE = range(9)
 RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by the word that counts their changes
 FLOORS = 9  # and the next two words: each class's position when its last request left
-LARGE = 12  # starts and ends of large prefills
+LARGE_PREFILLS = 12  # starts and ends of large prefills
 
 LOAD = Struct("@11qd")
 BREAKER = Struct("@dqdqqd")

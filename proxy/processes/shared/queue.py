@@ -42,8 +42,8 @@ class SharedQueues:
     def __init__(self, queue: Queue, sharing: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0  # on this host, as the limits are
         self.waits = False  # True if a request waits in any other queue
-        self.held = False  # True if a request here is held back
-        self.came = asyncio.Event()  # set when a request is queued here
+        self.holds_back = False  # True if a request here is held back
+        self.request_came = asyncio.Event()  # set when a request is queued here
         self._queue = queue
         self._sharing = sharing
         self._sheets = sharing.peers_of(lambda sheet: sheet)
@@ -52,15 +52,15 @@ class SharedQueues:
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
         self._lasts: dict[str, LastDispatch] = {}
         # Time of the last pass out of order, or of the first hold.
-        self._passed: dict[Place, float] = {}
-        self._moved = False
+        self._passed_at: dict[Place, float] = {}
+        self._changed = False
         self._hold_s = HOLD_S
 
     def report_change(self) -> None:
         """Write the queue's state at the end of this turn."""
-        self._moved = True
-        self.came.set()
-        self._sharing.schedule(urgent=True)
+        self._changed = True
+        self.request_came.set()
+        self._sharing.schedule_flush(urgent=True)
 
     def has_higher_class(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""
@@ -112,15 +112,15 @@ class SharedQueues:
             for rank, front in self._fronts_at(place)
         )
         if min(remote, default=(order, turn)) >= (order, turn):
-            self._passed.pop(place, None)
+            self._passed_at.pop(place, None)
             return False
-        waited_s = now - self._passed.setdefault(place, now)
+        waited_s = now - self._passed_at.setdefault(place, now)
         if waited_s >= self._hold_s:
-            self._passed[place] = now
+            self._passed_at[place] = now
         return self._start_hold() if waited_s < self._hold_s or waited_s > STALE_HOLD_S else False
 
     def _start_hold(self) -> bool:
-        self.held = True
+        self.holds_back = True
         return True
 
     def _has_higher_class(self, model: str) -> bool:
@@ -135,9 +135,9 @@ class SharedQueues:
 
     def publish(self) -> None:
         """Write the queue's length and the first request of each place."""
-        if not self._moved:
+        if not self._changed:
             return
-        self._moved = False
+        self._changed = False
         sheet, queue = self._sharing.sheet, self._queue
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)

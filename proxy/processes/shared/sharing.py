@@ -36,5 +36,5 @@ def share_router(
         SharedTraffic(router, sharing),
         SharedPrefixes(router.fleet, sharing),
     )
-    router.fleet.roster.others, router.queue.elsewhere = sharing, queues
+    router.fleet.roster.remote_load, router.queue.remote_queues = sharing, queues
     return sharing, queues

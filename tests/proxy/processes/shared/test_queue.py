@@ -164,7 +164,7 @@ def test_place_not_taken_by_the_first_goes_to_the_next_after_hold_s(
     others = [wait(group, 0) for _ in range(2)]
     group.finish(0, running)
     assert due(group, 0) == []
-    assert group.queues[0].held
+    assert group.queues[0].holds_back
     group.now += HOLD_S
     assert due(group, 0) == others[:1]
 
