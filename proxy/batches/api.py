@@ -97,7 +97,7 @@ class BatchApi:
 
 
 class BatchApiRequest:
-    """One API request; it waits for the store's thread or for a slow client."""
+    """One API request."""
 
     def __init__(self, api: BatchApi, client: Client, request: Request) -> None:
         self._api = api
@@ -177,7 +177,7 @@ class BatchApiRequest:
         self._writable.set()
 
     def client_left(self, now: float) -> None:  # noqa: ARG002
-        """Handle a client disconnect; the store may have done the operation already."""
+        """Stop; the store may have done the operation already."""
         self._count(CLIENT_GONE)
         self._stop()
 

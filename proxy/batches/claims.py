@@ -31,7 +31,6 @@ class Claims:
         return self.duties.session != self._session
 
     def release_all_next_turn(self) -> None:
-        """Release all claims in the next turn."""
         self._session = 0
 
     async def release_unknown(

@@ -41,7 +41,7 @@ class BatchProgress:
         self._pause_s = MIN_PAUSE_S
 
     def line_failed(self, number: int) -> int:
-        """Count a failed attempt of a line and return the number of failures."""
+        """Count a failed attempt; return the line's failures."""
         tries = self.tries[number] = self.tries.get(number, 0) + 1
         return tries
 

@@ -103,7 +103,7 @@ class BatchScheduler:
         self.wake()
 
     async def run(self) -> None:
-        """Run until cancelled; turns do nothing while another process holds a folder's lock."""
+        """Run until cancelled; without a folder's lock, turns do nothing."""
         try:
             while True:
                 await self.turn()
@@ -295,7 +295,7 @@ class BatchScheduler:
         tenant: Tenant | None,
         refused_sizes: dict[str, int],
     ) -> LineJob | None:
-        """Return the first line that fits; note the least size that does not, by model."""
+        """Return the first line that fits; note the least size that does not."""
         if self._is_held(progress, tenant):
             return None
         if now < progress.paused_until or (tenant is not None and not within_limits(tenant, now)):

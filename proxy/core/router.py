@@ -29,7 +29,7 @@ from proxy.core.model.refusals import RefusedError
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, ReceivedRequest, Refusal, RequestInfo
-from proxy.core.queue.eviction import amounts
+from proxy.core.queue.eviction import amounts_of
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
@@ -202,7 +202,7 @@ class Router:
         if refusal is not None:
             return refusal
         evicted: list[Ticket] = []
-        if not queue.make_room(amounts(info), self.placer.place_queued, now):
+        if not queue.make_room(amounts_of(info), self.placer.place_queued, now):
             evicted = queue.choose_evicted(info)
             if not evicted:
                 return self._refuse_full(info, now)
@@ -240,7 +240,7 @@ class Router:
             return []
         self.fleet.start_due_decodes(now)
         if queue.remote_queues is not None:  # other processes may need room
-            queue.make_room(queue.usual, self.placer.place_queued, now)
+            queue.make_room(queue.mean_amounts, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
         queue.ended.clear()

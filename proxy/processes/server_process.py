@@ -197,7 +197,6 @@ class ServerProcess:
         return found
 
     async def live_updates(self, filters: UpdateRequest) -> list[LiveUpdate]:
-        """Return the status page's update of all processes."""
         found: list[LiveUpdate] = await self._ask("live", filters)
         return found
 

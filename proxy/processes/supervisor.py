@@ -273,7 +273,7 @@ class Supervisor:
             self._appoint_leader()
 
     def _appoint_leader(self) -> None:
-        """Appoint a leader: a process that serves if possible, otherwise the first that joined."""
+        """Appoint a leader: a process that serves, or the first that joined."""
         if self._leader is not None or self._ending:
             return
         able = [child for child in self._children.values() if child.joined]
@@ -351,7 +351,7 @@ class Supervisor:
         child.channel.send(IpcAnswer(question.number, answer))
 
     def _remember_log_settings(self, change: IpcQuestion) -> None:
-        """Remember log settings for processes that start later; send them to starting processes."""
+        """Remember log settings for processes that start."""
         requests, levels = change.argument
         if self._logs is not None:
             earlier, others = self._logs.argument

@@ -65,7 +65,6 @@ class Attempts:
         return takes_output and worker not in self.tried
 
     def may_try_now(self, worker: Worker, now: float) -> bool:
-        """Return whether a worker may be tried now."""
         return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
 
     def after(self, failure: LegFailure, leg: Worker, now: float) -> Attempts:

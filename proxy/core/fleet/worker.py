@@ -177,7 +177,6 @@ class Worker:
 
     @property
     def can_prefill(self) -> bool:
-        """Return whether it may prefill for others."""
         return self.up and not self.draining and self.role is Role.PREFILL
 
     @property

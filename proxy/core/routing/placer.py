@@ -17,7 +17,7 @@ from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
-from proxy.core.queue.eviction import amounts
+from proxy.core.queue.eviction import amounts_of
 from proxy.core.queue.latency_admission import NO_TARGETS, placed_too_late
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE, Queue
 from proxy.core.queue.ticket import Ticket
@@ -57,8 +57,8 @@ class Placer:
         self.settings = settings
         self.rule = rule(settings.policy)
         queue = self.queue
-        queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
-        queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
+        queue.max_requests, queue.max_bytes = settings.queue_requests, settings.queue_bytes
+        queue.max_wait_s, queue.max_tokens = settings.queue_wait_s, settings.queue_tokens
         queue.fairness = settings.fairness
         self.roster.rank_by(self.rule.rank)
 
@@ -196,14 +196,14 @@ class Placer:
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
         info = view.info
-        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.most:
+        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.max_requests:
             view.waits = self.queue.cache_waits
             view.due = (self.settings.admission or NO_TARGETS).due(info, since)
             longest_s = min(self.queue.longest_wait_s(info), info.deadline - since)
             view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
     def _has_room_to_wait(self, view: View) -> bool:
-        queue, more, wait = self.queue, amounts(view.info), view.cache_wait
+        queue, more, wait = self.queue, amounts_of(view.info), view.cache_wait
         if wait is not None and wait.only:
             return queue.make_room(more, self.place_queued, view.now)
         return queue.has_room(more)
@@ -279,7 +279,7 @@ class Placer:
         self.fleet.start_due_decodes(now)
         view = self._make_view(info, now, FIRST_ATTEMPT)
         view.explain = True
-        if self.queue.has_room(amounts(info)):
+        if self.queue.has_room(amounts_of(info)):
             self._allow_wait(view, now)
         trial = self._choose_trial(view)
         decision = self._choose(view)

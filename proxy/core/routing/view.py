@@ -114,7 +114,6 @@ class HandoverOffer:
     def cost_without_link_check(
         self, worker: Worker, view: View, whole_s: float, transfer_s: float
     ) -> float | None:
-        """Return the same, without a check of the link."""
         cost_s = self.cost_s(worker, view, transfer_s)
         if self.above is not None:
             return cost_s if self.tokens_to_transfer(worker, view) > self.above else None

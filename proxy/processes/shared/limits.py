@@ -79,10 +79,10 @@ class SharedUsage:
 
 class SharedLimits:
     def __init__(
-        self, tenants: Tenants, turns: ShareCounters, table: SharedTable, sharing: SharedLoad
+        self, tenants: Tenants, shares: ShareCounters, table: SharedTable, sharing: SharedLoad
     ) -> None:
         self._tenants = tenants
-        self._turns = turns
+        self._shares = shares
         self._table = table
         self._sheet = sharing.sheet
         self._peers = sharing.peers_of(LimitsPeer)
@@ -103,7 +103,7 @@ class SharedLimits:
             taken = _row_of(tenant)
             if tenant in self._rows and self._written[tenant] != taken:
                 self._write(tenant, self._rows[tenant], taken)
-        floors = tuple(self._turns.floors.values())
+        floors = tuple(self._shares.floors.values())
         if floors != self._floors:
             self._floors = floors
             self._sheet.write_floors(floors)
@@ -134,7 +134,7 @@ class SharedLimits:
             if (tenant := self._tenant_of.get(row)) is not None:
                 self._read_tenant(tenant, row)
         if FLOORS_ROW in rows:
-            floors = self._turns.floors
+            floors = self._shares.floors
             for peer in self._peers:
                 for rank, floor in zip(Rank, peer.sheet.read_floors(), strict=True):
                     floors[rank] = max(floors[rank], floor)
@@ -148,7 +148,7 @@ class SharedLimits:
             waits |= peer_row.waits
             for rank, lift in enumerate(peer_row.lifts):
                 tenant.apply_lift(rank, lift)
-        self._turns.set_remote_waits(tenant, waits)
+        self._shares.set_remote_waits(tenant, waits)
         remote = (
             tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
         )
@@ -179,7 +179,7 @@ class SharedLimits:
             del self._written[tenant], self._remote[tenant]
             tenant.watches.discard(self._watch)
             tenant.ledger.remote_usage = None
-            self._turns.set_remote_waits(tenant, 0)
+            self._shares.set_remote_waits(tenant, 0)
         self._rows = rows
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
 

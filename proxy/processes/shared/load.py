@@ -55,10 +55,10 @@ class SharedPart(Protocol):
     """Other state that is shared in the same turns."""
 
     def publish(self) -> None:
-        """Write changes; called at the end of a turn with changes."""
+        """Write changes at the end of a turn."""
 
     def read_peers(self, now: float) -> None:
-        """Read the other processes' changes; called at each look."""
+        """Read the other processes' changes."""
 
 
 class SharedLoad:

@@ -22,10 +22,10 @@ from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from proxy.core.queue.buckets import LastDispatch, Late
+    from proxy.core.queue.buckets import AgeOrder, LastDispatch
     from proxy.core.queue.eviction import Amounts
     from proxy.core.queue.queue import Queue
-    from proxy.core.queue.request_fifo import Place, Turn
+    from proxy.core.queue.request_fifo import Place, SortKey
     from proxy.processes.shared.load import SharedLoad
 
 HOLD_S = 0.01
@@ -100,18 +100,18 @@ class SharedQueues:
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
     def has_earlier_turn(
-        self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
+        self, place: Place, order: AgeOrder, key: SortKey, now: float, aged: Mapping[Rank, AgeOrder]
     ) -> bool:
         """Return True if a request of another process should get the free slot."""
         if not self.waits:
             return False
-        if turn[0] is BATCH and order == IN_ORDER and self._has_higher_class(place[0]):
+        if key[0] is BATCH and order == IN_ORDER and self._has_higher_class(place[0]):
             return self._start_hold()
         remote = (
             (aged.get(rank, IN_ORDER), (rank, *order_of(front)))
             for rank, front in self._fronts_at(place)
         )
-        if min(remote, default=(order, turn)) >= (order, turn):
+        if min(remote, default=(order, key)) >= (order, key):
             self._passed_at.pop(place, None)
             return False
         waited_s = now - self._passed_at.setdefault(place, now)
@@ -142,8 +142,9 @@ class SharedQueues:
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)
         fronts: dict[tuple[int, Rank], QueueFront] = {}
-        for (place, rank), ((_, virtual, tenant, since), oldest) in queue.fronts().items():
+        for (place, rank), (key, oldest) in queue.fronts().items():
             at = place_of(place), rank
+            _, virtual, tenant, since = key
             front, other = QueueFront(tenant, virtual, since, oldest), fronts.get(at)
             if other is not None:
                 front = min(front, other, key=order_of)._replace(oldest=min(oldest, other.oldest))
@@ -151,7 +152,7 @@ class SharedQueues:
         for at in self._fronts.keys() | fronts.keys():
             sheet.write_front(*at, fronts.get(at, EMPTY_FRONT))
         self._fronts = fronts
-        for model, last in queue.aged.last.items():
+        for model, last in queue.last_dispatches.by_model.items():
             if self._lasts.get(model) is not last:
                 self._lasts[model] = last
                 sheet.write_last(place_of((model, "")), last)

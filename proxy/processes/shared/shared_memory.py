@@ -45,7 +45,7 @@ Peer = TypeVar("Peer")
 
 
 class SharedNumber:
-    """An attribute of `SharedTable` that is kept in the memory, by its place there."""
+    """A number of `SharedTable` that all processes see."""
 
     def __init__(self, at: int) -> None:
         self._offset = (AT_NUMBERS + at) * WORD

@@ -32,7 +32,7 @@ def share_router(
     queues = SharedQueues(router.queue, sharing)
     sharing.parts += (
         queues,
-        SharedLimits(router.tenants, router.queue.turns, table, sharing),
+        SharedLimits(router.tenants, router.queue.shares, table, sharing),
         SharedTraffic(router, sharing),
         SharedPrefixes(router.fleet, sharing),
     )

@@ -114,7 +114,7 @@ class RouterMachine(RuleBasedStateMachine):
     @property
     def waiting(self) -> list[Ticket]:
         """The tickets in the queue; an evicted ticket is reported by a later `due`."""
-        return [ticket for ticket in self.tickets if not ticket.left]
+        return [ticket for ticket in self.tickets if not ticket.removed]
 
     @property
     def charged(self) -> list[Lease]:
@@ -265,11 +265,11 @@ class RouterMachine(RuleBasedStateMachine):
     def time_passes(self, wait: float) -> None:
         self.now += wait
         waiting = {id(ticket) for ticket in self.tickets}
-        evicted = {id(ticket) for ticket in self.tickets if ticket.left}
+        evicted = {id(ticket) for ticket in self.tickets if ticket.removed}
         for ticket, end in self.router.pop_due(self.now):
             assert id(ticket) in waiting, "one end for each waiting ticket"
             waiting.remove(id(ticket))
-            assert ticket.left
+            assert ticket.removed
             same = [
                 t
                 for t in self.tickets
