@@ -148,7 +148,7 @@ def shown_answer(outcome: Decision | Refusal) -> Explanation:
             prefill_worker=None if handover is None else handover.prefill.name,
             predicted_transfer_s=None if handover is None else handover.transfer_s,
             reason=outcome.reason,
-            handover=outcome.whether or None,
+            handover=outcome.verdict or None,
             turn=outcome.turn or None,
             predicted_ttft_s=outcome.predicted_ttft_s,
             scores=outcome.scores,

@@ -41,7 +41,7 @@ class Attempts:
     owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
-    whole: str = ""  # why it can be split no more
+    why_whole: str = ""  # why it can be split no more
     enlarged: RequestInfo | None = None  # once a worker was too small
     moved: bool = False  # off a worker that had not failed it
     continues: bool = False  # with the output so far
@@ -106,8 +106,8 @@ class Decision:
     scores: tuple[Score, ...] = ()  # kept on request only
     cached_tokens: int = 0  # expected on the worker
     handover: HandoverDecision | None = None
-    whether: str = ""  # why it is handed over or not
-    whole: str = ""  # why this and later attempts do not split it
+    verdict: str = ""  # why it is handed over or not
+    why_whole: str = ""  # why this and later attempts do not split it
     turn: str = ""  # of its session
 
     @property
@@ -174,5 +174,5 @@ class Lease:
 
     @property
     def running_leg(self) -> Lease:
-        first = self.prefill
-        return self if first is None or first.released else first
+        prefill_leg = self.prefill
+        return self if prefill_leg is None or prefill_leg.released else prefill_leg

@@ -203,12 +203,12 @@ def _decode_start(lease: Lease) -> float:
     if info.stream and (begun_at is None or info.route in FIRST_EVENT_IS_TOKEN):
         since = first_token_time(lease)
         return inf if since is None else since
-    cached, halves = lease.decision.cached_tokens, lease.decision.handover
-    if halves is None:
+    cached, handover = lease.decision.cached_tokens, lease.decision.handover
+    if handover is None:
         tokens = lease.ahead_tokens + info.prompt_tokens - cached
         since = lease.charged_at + pace.first_token_s(tokens, lease.behind_long, cached)
     else:
-        since = lease.charged_at + halves.transfer_s
+        since = lease.charged_at + handover.transfer_s
     if info.stream and begun_at is not None:
         since = max(since, begun_at)  # typed streams announce a response early
     return since if first_at is None else min(since, first_at)

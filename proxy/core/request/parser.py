@@ -325,7 +325,7 @@ def _name_session(
     if not session_id:
         session_id = id_in_body(fields)
     if not session_id and shape is RESPONSE:
-        info.chained = True
+        info.is_chained = True
         session_id = previous_response(fields)
     if session_id:
         owner = "" if info.tenant is None else info.tenant.name
@@ -334,9 +334,9 @@ def _name_session(
 
 def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
     """Note the names of the fields if a request may be handed over."""
-    info.whole = info.whole or why_not_split(info, fields)
-    info.least_output = "min_tokens" in fields
-    if info.whole:
+    info.why_whole = info.why_whole or why_not_split(info, fields)
+    info.has_min_tokens = "min_tokens" in fields
+    if info.why_whole:
         return
     edits = info.fields or {}
     added = {name for name, text in edits.items() if text is not None}
@@ -348,7 +348,7 @@ def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> Non
     found, edits = check(body, mask), info.fields
     if found is not None and edits is not None:
         names = {name.encode() for name in edits}
-        info.found = [member for member in found if member.name in names]
+        info.found_members = [member for member in found if member.name in names]
 
 
 def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:

@@ -101,7 +101,7 @@ class Sizer:
             info.stream = is_true(body.get("stream"))
         if extent.guessed:
             info.media = None if extent.cut else _media_to_learn(extent, learned)
-            info.whole = "not_text"
+            info.why_whole = "not_text"
         if extent.guessed or extent.cut:
             info.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):

@@ -295,7 +295,7 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
     placer = group.routers[1].placer
     _, decision = placer.decide(info, group.now, FIRST_ATTEMPT, late=True)
     assert decision is None
-    assert info.whole == ""
+    assert info.why_whole == ""
 
 
 def test_unpublished_change_is_found_by_a_full_read(make_group: MakeGroup) -> None:
