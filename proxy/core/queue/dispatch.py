@@ -56,7 +56,7 @@ class DispatchRound:
     def __init__(
         self,
         buckets: Buckets,
-        place: Callable[[Ticket], Placement | None],
+        place: Callable[[Ticket, float], Placement | None],
         now: float,
         ages: Mapping[Rank, float],
         last_dispatches: LastDispatches,
@@ -142,7 +142,7 @@ class DispatchRound:
             if needs >= self._need_bound(place):
                 continue
             ticket.aged = aged
-            if (placed := self._place(ticket)) is not None:
+            if (placed := self._place(ticket, self._now)) is not None:
                 return ticket, placed
             misses[place] = misses.get(place, 0) + 1
             # A batch request may lack only the slots kept free for higher classes.

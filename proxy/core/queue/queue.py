@@ -289,7 +289,7 @@ class Queue:
         return gone
 
     def dispatch(
-        self, place: Callable[[Ticket], Placement | None], now: float = 0.0
+        self, place: Callable[[Ticket, float], Placement | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, Answer]]:
         """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):

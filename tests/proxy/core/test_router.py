@@ -176,7 +176,7 @@ def test_moved_worker_has_its_own_failure_event() -> None:
         left = []
         for lease in own_leases:
             placed(router.retry(lease, now + 0.1, LegFailure(Outcome.FAILED, at)))
-            left.append(router._retries._saved)
+            left.append(router._retries._budget)
         return left
 
     fail(worker_of(router, "a"), 0.0, 1)

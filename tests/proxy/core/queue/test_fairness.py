@@ -60,7 +60,7 @@ class QueueBench:
         """Dispatch requests and charge them as the router does."""
         left = slots
 
-        def end(ticket: Ticket) -> Answer | None:
+        def place(ticket: Ticket, _: float) -> Answer | None:
             nonlocal left
             info = ticket.info
             if not left:
@@ -71,7 +71,7 @@ class QueueBench:
                 self.served[info.tenant.name] += int(cost(info))
             return PLACED
 
-        gone = [ticket for ticket, _ in self.queue.dispatch(end, self.now)]
+        gone = [ticket for ticket, _ in self.queue.dispatch(place, self.now)]
         self.order += gone
         return gone
 
@@ -187,10 +187,10 @@ def test_blocked_long_lets_shorts_of_lower_classes_pass() -> None:
     bench.push(info_of(first, long=True))
     short = bench.push(info_of(second))
 
-    def end(ticket: Ticket) -> Answer | None:
+    def place(ticket: Ticket, _: float) -> Answer | None:
         return None if ticket.info.long else PLACED
 
-    assert [ticket for ticket, _ in bench.queue.dispatch(end, 0.0)] == [short]
+    assert [ticket for ticket, _ in bench.queue.dispatch(place, 0.0)] == [short]
 
 
 @given(

@@ -114,7 +114,7 @@ def test_verdict_about_a_request(
     explained = router.placer.explain(info, 0.0)
     decision = placed(router.submit(info, 0.0)).decision
     assert (decision.route, decision.reason, decision.verdict) == (route, reason, verdict)
-    assert getattr(explained, "whether", None) == verdict
+    assert getattr(explained, "verdict", None) == verdict
     assert verdicts(router).get(verdict, 0) == bool(verdict)
 
 
