@@ -326,12 +326,8 @@ class BatchApiRequest:
         wire = self._api.wire
         head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
         head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
-        head.append(
-            b"Connection: keep-alive\r\n\r\n"
-            if self._is_kept_alive
-            else b"Connection: close\r\n\r\n"
-        )
         keep_alive, left, at = self._is_kept_alive, file.bytes, 0
+        head.append(b"Connection: %b\r\n\r\n" % (b"keep-alive" if keep_alive else b"close"))
         while left > 0:
             piece, at = await self._api.store(Store.read_piece, file, at)
             if not piece or len(piece) > left:

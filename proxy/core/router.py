@@ -53,7 +53,6 @@ class Router:
         self.queue = self.placer.queue
         self.tenants = Tenants()
         self.draining = False
-        # Reports stored responses to other processes.
         self.report_stored_response: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)

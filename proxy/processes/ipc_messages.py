@@ -143,18 +143,6 @@ class IpcAnswer:
 
 
 Message: TypeAlias = (
-    Begin
-    | Joined
-    | Serving
-    | Lead
-    | Reload
-    | ConfigReloaded
-    | WorkersChanged
-    | StoredResponses
-    | WorkerDrained
-    | UrgentChange
-    | Drain
-    | Stop
-    | IpcQuestion
-    | IpcAnswer
-)
+    Begin | Joined | Serving | Lead | Reload | ConfigReloaded | WorkersChanged | StoredResponses
+    | WorkerDrained | UrgentChange | Drain | Stop | IpcQuestion | IpcAnswer
+)  # fmt: skip

@@ -264,9 +264,8 @@ class Worker:
     def note_progress(self, now: float) -> None:
         """Note progress, or a first prefill."""
         pace = self.pace
-        self.due_at = (
-            now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.foreign_tokens)
-        )
+        tokens = self.prefill_tokens + self.foreign_tokens
+        self.due_at = now + pace.fixed_s + pace.token_s * tokens
         if self.successor is not None:
             self.successor.note_progress(now)
 

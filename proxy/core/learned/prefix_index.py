@@ -72,9 +72,8 @@ class PrefixIndex:
                 self._seeds[model] = seed
         if blocks == 1:
             return (xxh3_64_intdigest(body[start : start + BLOCKS[0]], seed),)
-        view = (
-            body if blocks < MAX_COPIED_BLOCKS else memoryview(body)
-        )  # copying a little is cheaper
+        # Copying a little is cheaper.
+        view = body if blocks < MAX_COPIED_BLOCKS else memoryview(body)
         chain = []
         for size in BLOCKS[:blocks]:
             seed = xxh3_64_intdigest(view[start : start + size], seed)

@@ -87,11 +87,8 @@ class WorkerFailureEvents:
         `since`: when it was sent. `live_workers`: that could serve it.
         """
         if self._recent_event(worker, now) is None:
-            self._events = {
-                failed: other
-                for failed, other in self._events.items()
-                if now - other.at <= WINDOW_S
-            }
+            recent = ((w, event) for w, event in self._events.items() if now - event.at <= WINDOW_S)
+            self._events = dict(recent)
             self._events[worker] = WorkerFailureEvent(now, live_workers)
             return False
         if not self.has_free_retry(worker, since, now):

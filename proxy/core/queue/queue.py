@@ -150,10 +150,7 @@ class Queue:
             return []
         others_have_more = others.has_more(self._own_amounts())
         excess = add_amounts(self._total_amounts(), self._max_amounts(), -1)
-        over = [
-            0 if others_do else amount
-            for amount, others_do in zip(excess, others_have_more, strict=True)
-        ]
+        over = [0 if more else x for x, more in zip(excess, others_have_more, strict=True)]
         if max(over) <= 0:
             return []
         length, size, tokens = over
@@ -294,10 +291,8 @@ class Queue:
         """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
             self._move(ticket, None, now)
-        ages, remote_queues = self.fairness.ages, self.remote_queues
-        dispatches = DispatchRound(
-            self._buckets, place, now, ages, self.last_dispatches, remote_queues
-        )
+        ages, remote = self.fairness.ages, self.remote_queues
+        dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
         while (placed := dispatches.next()) is not None:
             ticket, answer = placed
             if isinstance(answer, CacheWait):

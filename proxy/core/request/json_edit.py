@@ -35,10 +35,8 @@ SHORT_VALUE_BYTES = 256  # bytes of a value searched for its end
 # Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
 MAX_MEMBERS = 2000
 MAX_ADDED_MEMBERS = 50
-MIN_MEMBER_BYTES, MAX_KEY_QUOTES = (
-    5,
-    2 * MAX_MEMBERS,
-)  # bytes of `"":1,`; quotes of the keys and values
+MIN_MEMBER_BYTES = 5  # of `"":1,`
+MAX_KEY_QUOTES = 2 * MAX_MEMBERS
 START = attrgetter("start")
 
 

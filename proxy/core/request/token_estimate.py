@@ -268,10 +268,8 @@ def _add_prompts(
         size = prompt_extent.text + 4 * prompt_extent.tokens
         if size > largest_size:
             largest, largest_size = prompt_extent, size
-    if (
-        len(examined) < len(prompts)
-        and (longest := _longest_prompt(prompts[len(examined) :])) > largest_size
-    ):
+    longest = _longest_prompt(prompts[len(examined) :])
+    if longest > largest_size:
         largest = PromptExtent(text=longest)
     extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
 
@@ -285,9 +283,8 @@ def _add_prompt(extent: PromptExtent, prompt: JSON) -> None:
         else:
             _add_parts(extent, prompt)
     elif type(prompt) is dict:
-        _add_parts(
-            extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"]
-        )
+        content = prompt.get("content")
+        _add_parts(extent, content if type(content) is list else [prompt])
 
 
 def _measure_prompt(extent: PromptExtent, prompt: JSON) -> None:

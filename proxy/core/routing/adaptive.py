@@ -159,7 +159,7 @@ def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) 
         until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
         if own_s + wait_s < least_s and now + wait_s < latest and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, False, worker.remote_load.placed)
+            found = CacheWait(worker, wait_s, until, only=False, placed=worker.remote_load.placed)
     return found
 
 
@@ -172,7 +172,7 @@ def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
         until = view.first_token_due - worker.ttft_s(view.info, now, cached)
         if own_s + wait_s < least_s and now + wait_s < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, True, worker.remote_load.placed)
+            found = CacheWait(worker, wait_s, until, only=True, placed=worker.remote_load.placed)
     return found
 
 

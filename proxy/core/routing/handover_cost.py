@@ -167,16 +167,11 @@ def handover_verdict(decision: Decision, view: View) -> str:
         return HandoverVerdict.PREFILL_BUSY
     if worker.role is not DECODE:
         return HandoverVerdict.ELSEWHERE
-    offer, links = view.offer, view.offer.links
-    if links.is_unusable(offer.prefill, worker, view.now):
-        transfer_s = offer.transfer_s(worker, view)
-        if (
-            offer.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s)
-            is not None
-        ):
+    offer = view.offer
+    if offer.links.is_unusable(offer.prefill, worker, view.now):
+        costs_s = whole_s(worker, view), offer.transfer_s(worker, view)
+        if offer.cost_without_link_check(worker, view, *costs_s) is not None:
             return HandoverVerdict.PREFILL_BUSY
-    return (
-        HandoverVerdict.CACHED
-        if 2 * worker.cached_tokens(view.cached_prefixes) > info.prompt_tokens
-        else HandoverVerdict.NOT_WORTH_IT
-    )
+    if 2 * worker.cached_tokens(view.cached_prefixes) > info.prompt_tokens:
+        return HandoverVerdict.CACHED
+    return HandoverVerdict.NOT_WORTH_IT

@@ -149,9 +149,8 @@ class SharedLimits:
             for rank, lift in enumerate(peer_row.lifts):
                 tenant.apply_lift(rank, lift)
         self._shares.set_remote_waits(tenant, waits)
-        remote = (
-            tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
-        )
+        sums = (_sums(peer_row) for peer_row in rows_read)
+        remote = tuple(map(sum, zip(*sums, strict=True))) or NONE
         if remote != (known := self._remote[tenant]):
             self._remote[tenant] = remote
             grown = [total - before for total, before in zip(remote, known, strict=True)]

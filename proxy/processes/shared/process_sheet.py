@@ -214,9 +214,8 @@ class ProcessSheet:
         store(self._memory, self._traffic + place * TRAFFIC_WORDS * WORD, TRAFFIC.pack(*traffic))
 
     def read_traffic(self, place: int) -> TrafficRow:
-        return TrafficRow(
-            *TRAFFIC.unpack_from(self._memory, self._traffic + place * TRAFFIC_WORDS * WORD)
-        )
+        at = self._traffic + place * TRAFFIC_WORDS * WORD
+        return TrafficRow(*TRAFFIC.unpack_from(self._memory, at))
 
     def write_usage(self, row: int, usage: TenantRow) -> None:
         place = self._tenants + row * TENANT_WORDS * WORD
@@ -289,9 +288,8 @@ def _number_of(why: str) -> int:
 
 
 def _why(number: int) -> str:
-    return (
-        WORKER_ERRORS[number] if number < len(WORKER_ERRORS) else str(number - len(WORKER_ERRORS))
-    )
+    status = number - len(WORKER_ERRORS)
+    return WORKER_ERRORS[number] if status < 0 else str(status)
 
 
 def store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
