@@ -153,7 +153,8 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 
 def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) -> CacheWait | None:
     """Return a wait that costs less than `cost_s` and ends before `latest`."""
-    now, found, least_s = view.now, None, cost_s
+    now, least_s = view.now, cost_s
+    found: CacheWait | None = None
     for worker in full:
         own_s, wait_s = cost_after_wait(worker, view)
         until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
@@ -165,7 +166,8 @@ def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) 
 
 def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
     """Return a wait after which the full worker itself is in time."""
-    now, found, least_s = view.now, None, inf
+    now, least_s = view.now, inf
+    found: CacheWait | None = None
     for worker in full:
         own_s, wait_s = cost_after_wait(worker, view)
         cached = worker.cached_tokens(view.cached_prefixes)

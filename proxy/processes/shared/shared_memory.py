@@ -44,29 +44,7 @@ COMMON_WORDS = AT_RESERVED + MAX_WORKERS
 Peer = TypeVar("Peer")
 
 
-class SharedNumber:
-    """A number of `SharedTable` that all processes see."""
-
-    def __init__(self, at: int) -> None:
-        self._offset = (AT_NUMBERS + at) * WORD
-
-    def __get__(self, table: SharedTable, _: type[SharedTable]) -> int:
-        value: int = ONE_COUNT.unpack_from(table.memory, table.common + self._offset)[0]
-        return value
-
-    def __set__(self, table: SharedTable, value: int) -> None:
-        store(table.memory, table.common + self._offset, ONE_COUNT.pack(value))
-
-
 class SharedTable:
-    hosts = SharedNumber(0)  # that serve the fleet, as last known
-    remote_in_use = SharedNumber(1)  # remote sheets that have been used
-    reservation_changes = SharedNumber(2)
-    updates = SharedNumber(3)  # of remote sheets and reservations; processes then read them
-    sent = SharedNumber(4)  # updates that this host sent
-    awaits_urgent = SharedNumber(5)  # 1: the supervisor awaits a message of urgent changes
-    heard_us = SharedNumber(6)  # the microsecond of the last message of another host
-
     def __init__(self, fd: int, processes: int) -> None:
         self.fd = fd
         self.processes = processes
@@ -88,6 +66,70 @@ class SharedTable:
         table = cls(fd, processes)
         table.hosts = 1
         return table
+
+    @property
+    def hosts(self) -> int:  # that serve the fleet, as last known
+        return self._number(0)
+
+    @hosts.setter
+    def hosts(self, value: int) -> None:
+        self._set_number(0, value)
+
+    @property
+    def remote_in_use(self) -> int:  # remote sheets that have been used
+        return self._number(1)
+
+    @remote_in_use.setter
+    def remote_in_use(self, value: int) -> None:
+        self._set_number(1, value)
+
+    @property
+    def reservation_changes(self) -> int:
+        return self._number(2)
+
+    @reservation_changes.setter
+    def reservation_changes(self, value: int) -> None:
+        self._set_number(2, value)
+
+    @property
+    def updates(self) -> int:  # of remote sheets and reservations; processes then read them
+        return self._number(3)
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self._set_number(3, value)
+
+    @property
+    def sent(self) -> int:  # updates that this host sent
+        return self._number(4)
+
+    @sent.setter
+    def sent(self, value: int) -> None:
+        self._set_number(4, value)
+
+    @property
+    def awaits_urgent(self) -> int:
+        """1 if the supervisor does not look itself, but awaits a message of urgent changes."""
+        return self._number(5)
+
+    @awaits_urgent.setter
+    def awaits_urgent(self, value: int) -> None:
+        self._set_number(5, value)
+
+    @property
+    def heard_us(self) -> int:  # the microsecond of the last message of another host
+        return self._number(6)
+
+    @heard_us.setter
+    def heard_us(self, value: int) -> None:
+        self._set_number(6, value)
+
+    def _number(self, at: int) -> int:
+        value: int = ONE_COUNT.unpack_from(self.memory, self.common + (AT_NUMBERS + at) * WORD)[0]
+        return value
+
+    def _set_number(self, at: int, value: int) -> None:
+        store(self.memory, self.common + (AT_NUMBERS + at) * WORD, ONE_COUNT.pack(value))
 
     def note_heard(self, now: float) -> None:
         """Have processes read remote sheets once no other message has come for a moment."""
