@@ -87,7 +87,7 @@ def play(
     seed: int, weight: float, turns: float, fresh: float, output: tuple[int, int]
 ) -> Sequence[Outcome]:
     """Return the outcomes of a load with this weight."""
-    with patch.object(urgency, "WEIGHT", weight):
+    with patch.object(urgency, "PREFILL_WEIGHT", weight):
         return (
             fleet()
             .play(

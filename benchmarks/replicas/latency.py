@@ -31,7 +31,7 @@ async def measure(
     async def client() -> None:
         while (began := time.perf_counter()) < until:
             decided: asyncio.Future[LimitExceeded | None] = asyncio.Future()
-            if limits.ask(TOKENS, decided.set_result) is None:
+            if limits.request_decision(TOKENS, decided.set_result) is None:
                 raise RuntimeError("the limiter has lost its server")
             exceeded = await decided
             found.append(time.perf_counter() - began)

@@ -12,8 +12,8 @@ from proxy.config import FleetConfig
 from proxy.core.router import Router
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.replicas.messages import Update, decode
+from proxy.processes.replicas.publish_times import FLUSH_LEAD_S, PUBLISH_INTERVAL_S
 from proxy.processes.replicas.replication import Replication
-from proxy.processes.replicas.ticks import FLUSH_LEAD_S, PUBLISH_INTERVAL_S
 from proxy.processes.server_process import ALONE_INTERVAL_S, QUEUED_INTERVAL_S
 from proxy.processes.shared.load import REMOTE_INTERVAL_S
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SETTLE_S, SharedTable
@@ -131,7 +131,7 @@ class Host:
         sharing.peers.settle_s = delays.read_s * SETTLE_S / REMOTE_INTERVAL_S
         sharing._interval_s = delays.read_s - sharing.peers.settle_s
         for row, worker in enumerate(router.fleet.roster):
-            sharing.place(worker, row, 0.0)
+            sharing.share_worker(worker, row, 0.0)
         self.replication = Replication(
             self.table, nullcontext, send=lambda _: None, clock=lambda: fleet.now
         )
@@ -178,10 +178,10 @@ class Host:
         queue, sharing = self._router.queue, self._sharing
         if queue.length or now >= self._idle_until:
             self._idle_until = now + ALONE_INTERVAL_S
-            sharing.take_in_charges(now)
+            sharing.read_remote_charges(now)
             sharing.publish_written()
-            if queue.length and (sharing.changes != self._seen or self._queues.held):
-                self._queues.held = False
+            if queue.length and (sharing.changes != self._seen or self._queues.holds_back):
+                self._queues.holds_back = False
                 self._fleet.settle(self._router, now)
             self._seen = sharing.changes
         self._fleet.at(now + QUEUED_INTERVAL_S, self.watch)

@@ -11,7 +11,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.request.session_key import session_key
-from proxy.core.request.sizing import fit
+from proxy.core.request.sizing import shrink_to_fit
 from proxy.core.router import Router
 from proxy.health.worker_state import State, state, why_not
 
@@ -148,7 +148,7 @@ def shown_answer(outcome: Decision | Refusal) -> Explanation:
             prefill_worker=None if handover is None else handover.prefill.name,
             predicted_transfer_s=None if handover is None else handover.transfer_s,
             reason=outcome.reason,
-            handover=outcome.whether or None,
+            handover=outcome.verdict or None,
             turn=outcome.turn or None,
             predicted_ttft_s=outcome.predicted_ttft_s,
             scores=outcome.scores,
@@ -173,7 +173,9 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     limit = router.settings.short_limit
     info = request_info_of(question, model, usual_output=usual, short_limit=limit)
     info.session = session_key(question.tenant, model, question.session.encode())
-    fit(info, router.fleet.roster.pool(model).limit, cuts_output=router.settings.cut_output)
+    shrink_to_fit(
+        info, router.fleet.roster.pool(model).limit, cuts_output=router.settings.cut_output
+    )
     outcome = shown_answer(router.placer.explain(info, now))
     # These workers get no requests because they do not list their model. They are shown because the
     # fleet file configures them for it.

@@ -97,7 +97,7 @@ class BatchApi:
 
 
 class BatchApiRequest:
-    """One API request; it waits for the store's thread or for a slow client."""
+    """One API request."""
 
     def __init__(self, api: BatchApi, client: Client, request: Request) -> None:
         self._api = api
@@ -112,9 +112,9 @@ class BatchApiRequest:
         self._writable.set()
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
-        self._held = 0  # bytes of the body, in memory until the store has them
+        self._held_bytes = 0  # bytes of the body, in memory until the store has them
         self._sent = 0  # response bytes
-        self._part: str | None = None  # the tenant's account in the body budget
+        self._budget_account: str | None = None  # the tenant's account in the body budget
 
     def start(self, now: float) -> None:
         self._began = now
@@ -126,7 +126,7 @@ class BatchApiRequest:
         self._task.add_done_callback(self._release)
 
     def _admit(self, now: float) -> Refusal | None:
-        """Count the request and its body; return a refusal if a limit is reached.
+        """Count the request and its body, or refuse them.
 
         Requests that change something also count against the tenant's rate limits.
         """
@@ -148,17 +148,17 @@ class BatchApiRequest:
         self._entered = True
         in_progress[self._tenant] += 1
         collecting, size = self._api.wire.collecting, len(self._request.body)
-        self._part = collecting.account(self._request.head.tenant)
+        self._budget_account = collecting.account(self._request.head.tenant)
         try:
-            collecting.reserve(size, self._part)
+            collecting.reserve(size, self._budget_account)
         except RefusedError as error:
             return error.refusal
-        self._held = size
+        self._held_bytes = size
         return None
 
     def _release(self, _: object) -> None:
         self._task = None  # a cancelled task's traceback keeps the body alive
-        self._api.wire.collecting.release(self._held, self._part)
+        self._api.wire.collecting.release(self._held_bytes, self._budget_account)
 
     def _finish(self) -> None:
         wire = self._api.wire
@@ -177,7 +177,7 @@ class BatchApiRequest:
         self._writable.set()
 
     def client_left(self, now: float) -> None:  # noqa: ARG002
-        """Handle a client disconnect; the store may have done the operation already."""
+        """Stop; the store may have done the operation already."""
         self._count(CLIENT_GONE)
         self._stop()
 
@@ -215,7 +215,7 @@ class BatchApiRequest:
             if body is not None:
                 headers = [(b"X-Request-Id", self._request.id)]
                 data = answer(200, body, headers=headers, keep_alive=self._is_kept_alive)
-                self._end(200, data)
+                self._respond(200, data)
 
     @property
     def _is_kept_alive(self) -> bool:
@@ -234,9 +234,9 @@ class BatchApiRequest:
             self._client.break_off()
             return
         data = refuse(refusal, self._request, keep_alive=self._is_kept_alive)
-        self._end(refusal.status, data, refusal.reason)
+        self._respond(refusal.status, data, refusal.reason)
 
-    def _end(self, status: int, data: bytes, reason: Reason = Reason.OWN) -> None:
+    def _respond(self, status: int, data: bytes, reason: Reason = Reason.OWN) -> None:
         self._finish()
         self._write(data)
         self._count(status, reason)
@@ -252,12 +252,12 @@ class BatchApiRequest:
         match = PATH.fullmatch(head.path)
         noun, name, action = match.groups() if match else ("", "", "")
         if name is None:
-            return await self._collection(noun)
+            return await self._serve_collection(noun)
         if noun == "files":
             return await self._serve_file(name, action)
         return await self._serve_batch(name, action)
 
-    async def _collection(self, noun: str) -> bytes:
+    async def _serve_collection(self, noun: str) -> bytes:
         if self._request.head.method == "POST":
             create = self._create_file if noun == "files" else self._create_batch
             return orjson.dumps(await create())
@@ -281,7 +281,7 @@ class BatchApiRequest:
     async def _create_batch(self) -> Json:
         api = self._api
         batch = request_parsing.parse_batch(self._request, self._tenant, api.settings, api.wall())
-        file = await self._file(batch.input)
+        file = await self._find_file(batch.input)
         if file.purpose != INPUT:
             message = f"{file.id} has the purpose {file.purpose!r}; it must be 'batch'."
             raise RefusedRequestError(400, message, "input_file_id")
@@ -289,20 +289,20 @@ class BatchApiRequest:
         api.scheduler.wake()
         return batch_json(batch)
 
-    async def _file(self, file_id: str) -> File:
+    async def _find_file(self, file_id: str) -> File:
         file = await self._api.store(Store.file, self._tenant, file_id)
         if file is None:
             raise RefusedRequestError(404, f"No such File object: {file_id[:200]}", "id")
         return file
 
     async def _serve_file(self, file_id: str, action: str | None) -> bytes | None:
-        file = await self._file(file_id)
+        file = await self._find_file(file_id)
         if action is not None:
-            await self._send(file)
+            await self._send_content(file)
             return None
         if self._request.head.method == "DELETE":
             store, last = self._api.store, 0
-            while (after := await store(Store.empty_file, file, last)) is not None:
+            while (after := await store(Store.delete_results_after, file, last)) is not None:
                 last = after
             gone = await store(Store.delete_file, self._tenant, file_id)
             return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
@@ -313,7 +313,7 @@ class BatchApiRequest:
         if action is None:
             batch = await api.store(Store.batch, self._tenant, batch_id)
         else:
-            batch = await api.store(Store.cancel, self._tenant, batch_id, api.wall())
+            batch = await api.store(Store.cancel_batch, self._tenant, batch_id, api.wall())
             api.scheduler.wake()
         if batch is None:
             raise RefusedRequestError(404, f"No batch found with id '{batch_id}'.", "id")
@@ -322,18 +322,14 @@ class BatchApiRequest:
             raise RefusedRequestError(409, message)
         return orjson.dumps(batch_json(batch))
 
-    async def _send(self, file: File) -> None:
+    async def _send_content(self, file: File) -> None:
         wire = self._api.wire
         head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
         head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
-        head.append(
-            b"Connection: keep-alive\r\n\r\n"
-            if self._is_kept_alive
-            else b"Connection: close\r\n\r\n"
-        )
-        keeps, left, at = self._is_kept_alive, file.bytes, 0
+        keep_alive, left, at = self._is_kept_alive, file.bytes, 0
+        head.append(b"Connection: %b\r\n\r\n" % (b"keep-alive" if keep_alive else b"close"))
         while left > 0:
-            piece, at = await self._api.store(Store.piece, file, at)
+            piece, at = await self._api.store(Store.read_piece, file, at)
             if not piece or len(piece) > left:
                 raise RefusedRequestError(404, f"{file.id} no longer exists", "id")
             left -= len(piece)
@@ -346,7 +342,7 @@ class BatchApiRequest:
             await self._writable.wait()
         self._count(200)
         self._finish()
-        self._client.end_response(wire.clock(), keep_alive=keeps)
+        self._client.end_response(wire.clock(), keep_alive=keep_alive)
 
 
 def _disk_refusal(error: DiskError) -> Refusal:

@@ -1,11 +1,11 @@
-"""The part of this process in the batches, and the lines that it may run."""
+"""A process's duties in the batches, and the lines that it may run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from proxy.batches.storage.backend import Part
+from proxy.batches.storage.backend import BatchDuties
 from proxy.batches.storage.store import Store
 
 if TYPE_CHECKING:
@@ -23,30 +23,31 @@ class Claims:
     def __init__(self, store: StoreThread) -> None:
         self._store = store
         self._session = 0
-        self.part = Part(runs=False, leads=False, session=0, lost=False)
+        self.duties = BatchDuties(sends_lines=False, leads=False, session=0, lost_claims=False)
 
     @property
-    def are_old(self) -> bool:
-        """True if others may have led, or claimed lines, since `keep`."""
-        return self.part.session != self._session
+    def may_be_outdated(self) -> bool:
+        """True if others may have led, or claimed lines, since `release_unknown`."""
+        return self.duties.session != self._session
 
-    def forget(self) -> None:
-        """Release all claims in the next turn."""
+    def release_all_next_turn(self) -> None:
         self._session = 0
 
-    async def keep(self, batches: Iterable[BatchProgress], unsaved: list[LineResult]) -> None:
-        """Release all other lines: a claim may have been made as the connection was lost."""
+    async def release_unknown(
+        self, batches: Iterable[BatchProgress], unsaved: list[LineResult]
+    ) -> None:
+        """Release lines that are not known here; their claim outlived a lost connection."""
         known = {(result.batch, result.number) for result in unsaved}
-        known |= {(job.batch, job.number) for batch in batches for job in batch.jobs}
-        await self._store(Store.release_except, known)
-        self._session = self.part.session
+        known |= {(job.batch, job.number) for batch in batches for job in batch.unfinished_jobs}
+        await self._store(Store.release_other_lines, known)
+        self._session = self.duties.session
 
-    async def share(self, running: BatchProgress, wire: WireServer) -> None:
-        """Read lines anew, which others may have released, and release lines that are not sent."""
+    async def release_idle(self, progress: BatchProgress, wire: WireServer) -> None:
+        """Release lines that wait too long, and read lines anew, which others may have released."""
         if not self._store.is_shared:
             return
-        running.read_all = wire.draining
-        is_idle = wire.draining or wire.clock() >= running.active_at + IDLE_CLAIM_S
-        if is_idle and (idle := running.pop_idle(everything=wire.draining)):
-            running.read_all = True  # others may claim them first
-            await self._store(Store.release, running.batch, [job.number for job in idle])
+        progress.read_all = wire.draining
+        is_idle = wire.draining or wire.clock() >= progress.active_at + IDLE_CLAIM_S
+        if is_idle and (idle := progress.pop_idle(everything=wire.draining)):
+            progress.read_all = True  # others may claim them first
+            await self._store(Store.release_lines, progress.batch, [job.number for job in idle])

@@ -18,7 +18,7 @@ class BatchProgress:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.ready: deque[LineJob] = deque()
-        self.last = 0  # number of the last line read
+        self.last_read = 0  # number of the last line read
         self.read_all = False
         self.requests: set[LineRequest] = set()
         self.tries: dict[int, int] = {}  # failed attempts by line number
@@ -26,7 +26,7 @@ class BatchProgress:
         self.turn = 0  # sequence number of the batch's last turn
         self.paused_until = -inf
         self.unsaved = 0
-        self.held = ""  # why no line is sent; empty if lines may be
+        self.why_held = ""  # why no line is sent; empty if lines may be
         self._pause_s = MIN_PAUSE_S
 
     def pause(self, now: float, retry_after_s: float) -> None:
@@ -41,12 +41,12 @@ class BatchProgress:
         self._pause_s = MIN_PAUSE_S
 
     def line_failed(self, number: int) -> int:
-        """Count a failed attempt of a line and return the number of failures."""
+        """Count a failed attempt; return the line's failures."""
         tries = self.tries[number] = self.tries.get(number, 0) + 1
         return tries
 
     @property
-    def jobs(self) -> list[LineJob]:
+    def unfinished_jobs(self) -> list[LineJob]:
         """The lines read that have no result."""
         return [*self.ready, *(request.job for request in self.requests)]
 
@@ -56,9 +56,9 @@ class BatchProgress:
         self.ready = deque(job for job in self.ready if job not in idle)
         return idle
 
-    def drop(self, now: float) -> None:
+    def cancel_requests(self, now: float) -> None:
         for request in list(self.requests):  # a cancelled line may remove another from the set
-            request.drop(now)
+            request.cancel(now)
 
     @property
     def is_done(self) -> bool:

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 # Error codes of lines without a response.
 WORKER_FAILED, ANSWER_TOO_LARGE = "worker_failed", "answer_too_large"
+TEMPORARY_REFUSALS = (429, 503)  # they say nothing about the line
+SERVER_ERROR = 500
 # Router errors that are not retried: a response over its time limit on a healthy worker, or two
 # workers that closed without responding.
 FINAL_ERRORS = {504: b'"code":"unfinished"', 502: b'"code":"request_dropped"'}
 
 
 class LineRequest:
-    """One attempt at a line. `over` is called at its end unless it was dropped."""
+    """One attempt at a line. `on_end` is called at its end unless it was cancelled."""
 
     __slots__ = (
-        "_exchange", "_over", "_reader", "_request", "_size", "_wire", "broken", "job",
+        "_exchange", "_on_end", "_reader", "_request", "_size", "_wire", "broken", "job",
     )  # fmt: skip
     writable = True
 
@@ -37,12 +39,12 @@ class LineRequest:
         job: LineJob,
         endpoint: str,
         tenant: Tenant | None,
-        over: Callable[[LineRequest], None],
+        on_end: Callable[[LineRequest], None],
     ) -> None:
         self.job = job
         self.broken = False
         self._wire = wire
-        self._over = over
+        self._on_end = on_end
         self._reader = ResponseParser()
         self._size = 0
         self._exchange: Exchange | None = None
@@ -57,9 +59,9 @@ class LineRequest:
         self._exchange = Exchange(self._wire, self, request, route)
         self._exchange.start(now)
 
-    def drop(self, now: float) -> None:
-        """Cancel the attempt without calling `over`."""
-        self._over = _ignore
+    def cancel(self, now: float) -> None:
+        """Cancel the attempt without calling `on_end`."""
+        self._on_end = _ignore
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_left(now)
@@ -73,13 +75,13 @@ class LineRequest:
 
     def end_response(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
         self._exchange = None
-        self._over(self)
+        self._on_end(self)
 
     def break_off(self) -> None:
         """Handle a response that cannot be completed."""
         self.broken = True
         self._exchange = None
-        self._over(self)
+        self._on_end(self)
 
     @property
     def too_large(self) -> bool:
@@ -91,6 +93,18 @@ class LineRequest:
         """The response's status; 0 without a response."""
         head = self._reader.head
         return 0 if head is None or self.broken else head.status
+
+    @property
+    def is_refused_for_now(self) -> bool:
+        return self.status in TEMPORARY_REFUSALS
+
+    @property
+    def worker_failed(self) -> bool:
+        """True if another worker may succeed."""
+        if self.broken:
+            return True
+        is_error = self.status >= SERVER_ERROR and not self.is_refused_for_now
+        return is_error and not self.is_final
 
     @property
     def is_final(self) -> bool:

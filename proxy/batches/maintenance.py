@@ -109,27 +109,27 @@ def run_slice(store: Store, operation: BatchMaintenance, session: int) -> str | 
 
 def validate_input(store: Store, batch: Batch, max_lines: int, wall: Wall) -> Slices:
     """Validate a batch's input, then start or refuse the batch."""
-    yield from forget_lines(store, batch)  # left by an interrupted validation
+    yield from delete_all_lines(store, batch)  # left by an interrupted validation
     file = store.file(batch.tenant, batch.input)
     is_there = file is not None and file.purpose == INPUT
     check = InputFileCheck(file.bytes if file else 0, batch.endpoint, max_lines)
     while is_there:
-        piece = store.input(batch, *check.next_slice)
+        piece = store.read_input(batch, *check.next_slice)
         store.add_lines(batch, check.validate(piece))
         is_there = bool(piece)
         if check.is_done:
             break
         yield
-    problems = check.complaints
+    problems = check.problems
     if not is_there:
         problems = [
             InputProblem("file_not_found", f"The input file {batch.input} no longer exists.")
         ]
     if problems:
-        yield from forget_lines(store, batch)
-        store.refuse(batch, problems, wall())
+        yield from delete_all_lines(store, batch)
+        store.refuse_batch(batch, problems, wall())
         return f"input refused: {len(problems)} errors"
-    store.begin(batch, check.total, wall())
+    store.start_batch(batch, check.total, wall())
     return f"started: {check.total} lines"
 
 
@@ -138,11 +138,11 @@ def end_batch(store: Store, batch: Batch, status: Status, wall: Wall) -> Slices:
     while last is not None:
         yield
         last = store.fail_lines(batch, status, last)
-    yield from forget_lines(store, batch)
-    store.end(batch.id, status, wall())
+    yield from delete_all_lines(store, batch)
+    store.end_batch(batch.id, status, wall())
     return status
 
 
-def forget_lines(store: Store, batch: Batch) -> Generator[None, None, None]:
-    while store.forget_lines(batch):
+def delete_all_lines(store: Store, batch: Batch) -> Generator[None, None, None]:
+    while store.delete_lines(batch):
         yield

@@ -66,8 +66,8 @@ def _expires_after_s(parts: dict[str, FormField]) -> float:
     if anchor is None and seconds is None:
         return inf
     digits = seconds.value if seconds else b""
-    usual = anchor is not None and anchor.value == b"created_at" and digits.isdigit()
-    if not usual or not MIN_EXPIRY_S <= float(digits) <= MAX_EXPIRY_S:
+    is_usable = anchor is not None and anchor.value == b"created_at" and digits.isdigit()
+    if not is_usable or not MIN_EXPIRY_S <= float(digits) <= MAX_EXPIRY_S:
         message = (
             "'expires_after' needs the anchor 'created_at', and seconds from "
             f"{MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
@@ -77,7 +77,7 @@ def _expires_after_s(parts: dict[str, FormField]) -> float:
 
 
 def parse_batch(request: Request, tenant: str, settings: BatchesConfig, now: float) -> Batch:
-    fields = _fields(request.body)
+    fields = _json_fields(request.body)
     for name in ("input_file_id", "endpoint", "completion_window"):
         if type(fields.get(name)) is not str:
             raise RefusedRequestError(400, f"Missing required parameter: '{name}'.", name)
@@ -93,12 +93,12 @@ def parse_batch(request: Request, tenant: str, settings: BatchesConfig, now: flo
         window,
         Status.VALIDATING,
         now,
-        now + _seconds(window, settings.keep_days),
+        now + _window_s(window, settings.keep_days),
         _metadata(fields.get("metadata")),
     )
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def _json_fields(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_BODY_BYTES:
         raise RefusedRequestError(413, f"The body exceeds {MAX_BODY_BYTES} bytes.")
     try:
@@ -110,7 +110,7 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _seconds(window: str, max_days: float) -> float:
+def _window_s(window: str, max_days: float) -> float:
     param = "completion_window"
     match = WINDOW.fullmatch(window)
     if match is None:
@@ -123,16 +123,15 @@ def _seconds(window: str, max_days: float) -> float:
     return float(seconds)
 
 
-def _metadata(given: object) -> dict[str, str] | None:
-    if given is None:
+def _metadata(value: object) -> dict[str, str] | None:
+    if value is None:
         return None
     if (
-        type(given) is not dict
-        or len(given) > MAX_METADATA_KEYS
-        or any(len(key) > MAX_METADATA_KEY_CHARS for key in given)
+        type(value) is not dict
+        or len(value) > MAX_METADATA_KEYS
+        or any(len(key) > MAX_METADATA_KEY_CHARS for key in value)
         or any(
-            type(value) is not str or len(value) > MAX_METADATA_VALUE_CHARS
-            for value in given.values()
+            type(text) is not str or len(text) > MAX_METADATA_VALUE_CHARS for text in value.values()
         )
     ):
         message = (
@@ -140,7 +139,7 @@ def _metadata(given: object) -> dict[str, str] | None:
             f"characters; values are strings of at most {MAX_METADATA_VALUE_CHARS} characters."
         )
         raise RefusedRequestError(400, message, "metadata")
-    return given
+    return value
 
 
 def parse_page(request: Request, *, of_files: bool) -> tuple[ListPage, str | None]:
@@ -150,8 +149,8 @@ def parse_page(request: Request, *, of_files: bool) -> tuple[ListPage, str | Non
         fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
     except ValueError:
         raise RefusedRequestError(400, "The query has more than 16 fields.") from None
-    usual, maximum = (FILES_PAGE, MAX_FILES_PAGE) if of_files else (PAGE, MAX_PAGE)
-    limit = fields.get("limit", str(usual))
+    default, maximum = (FILES_PAGE, MAX_FILES_PAGE) if of_files else (PAGE, MAX_PAGE)
+    limit = fields.get("limit", str(default))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= maximum):
         raise RefusedRequestError(
             400, f"{limit[:20]!r}: 'limit' must be a number from 1 to {maximum}.", "limit"

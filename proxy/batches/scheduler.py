@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -47,8 +47,6 @@ PURGE_INTERVAL_S = 3600.0
 MAX_LINES_AHEAD = 64  # lines of one batch that are read ahead
 MAX_BATCHES_AHEAD = 8  # batches of one tenant with lines read ahead
 MAX_TRIES = 3  # attempts of a line whose workers fail
-TEMPORARY_REFUSALS = (429, 503)  # temporary refusals, which say nothing about the line
-SERVER_ERROR = 500
 TENANT_GONE = "its tenant has no API key any more"
 NO_STORAGE = (
     "no storage for results: its tenant reached router.batches.max_bytes_per_tenant, or all "
@@ -76,26 +74,26 @@ class BatchScheduler:
         self._claims = Claims(store)
         self._running: dict[str, BatchProgress] = {}
         self._maintenance = Maintenance(store)
-        self._has_more_work = False  # True if the next turn has work and need not wait
+        self._has_more_work = False  # the next turn need not wait
         self._unsaved: list[LineResult] = []
         self._full: set[str] = set()  # tenants without storage left for results
         self._turns: dict[str, int] = {}
         self._numbers = count(1)
         self._wakeup = asyncio.Event()
-        self._turning = asyncio.Lock()
+        self._turn_lock = asyncio.Lock()
         self._next_poll = self._next_purge = self._paused_until = -inf
 
     @property
     def is_leader(self) -> bool:
         """True if this process validates and ends batches."""
-        return self._claims.part.leads
+        return self._claims.duties.leads
 
     @property
     def in_flight(self) -> int:
-        return sum(len(running.requests) for running in self._running.values())
+        return sum(len(progress.requests) for progress in self._running.values())
 
     def wake(self) -> None:
-        """Wake the scheduler, because a batch changed."""
+        """Read the batches anew at once."""
         self._next_poll = -inf
         self._wakeup.set()
 
@@ -105,7 +103,7 @@ class BatchScheduler:
         self.wake()
 
     async def run(self) -> None:
-        """Run until cancelled; turns do nothing while another process holds a folder's lock."""
+        """Run until cancelled; without a folder's lock, turns do nothing."""
         try:
             while True:
                 await self.turn()
@@ -124,27 +122,27 @@ class BatchScheduler:
     def stop(self) -> None:
         """Cancel all lines; lines without a result run again later."""
         now = self._wire.clock()
-        for running in self._running.values():
-            running.drop(now)
+        for progress in self._running.values():
+            progress.cancel_requests(now)
         self._running = {}
         self._maintenance.clear()
-        self._claims.forget()
+        self._claims.release_all_next_turn()
 
-    async def _take_part(self) -> bool:
+    async def _renew_duties(self) -> bool:
         """Return True if this process may send lines."""
-        part = self._claims.part = await self._store.renew_part()
-        if part.lost or part.replaced:
+        duties = self._claims.duties = await self._store.renew_duties()
+        if duties.lost_claims or duties.replaced:
             self.stop()
-        if part.replaced:
+        if duties.replaced:
             self._unsaved.clear()  # they belong to the replaced database
             logger.warning("batches: the database was replaced")
-        if self._claims.are_old:
-            self._maintenance.begin(part.session)
-            await self._claims.keep(self._running.values(), self._unsaved)
-        return part.runs
+        if self._claims.may_be_outdated:
+            self._maintenance.begin(duties.session)
+            await self._claims.release_unknown(self._running.values(), self._unsaved)
+        return duties.sends_lines
 
     async def turn(self) -> None:
-        async with self._turning:
+        async with self._turn_lock:
             await self._turn()
 
     async def _turn(self) -> None:
@@ -153,7 +151,7 @@ class BatchScheduler:
         if clock() < self._paused_until:
             return
         try:
-            if not await self._take_part():
+            if not await self._renew_duties():
                 self._resume()
                 return
             trusted = self._clock_guard.is_trusted()
@@ -172,13 +170,13 @@ class BatchScheduler:
             if clock() >= self._next_poll:
                 self._next_poll = clock() + POLL_INTERVAL_S
                 await self._read_batches()
-            self._full = await self._store(Store.full)
+            self._full = await self._store(Store.full_tenants)
             if (message := await self._maintenance.run_next_slice(self._full)) is not None:
                 logger.info("%s", message)
                 await self._read_batches()
-            await self._fetch()
+            await self._read_lines()
             self._resume()
-            self._send()
+            self._send_lines()
             self._has_more_work = more or self._maintenance.next_operation(self._full) is not None
         except DiskError as error:
             self._pause(str(error))
@@ -204,21 +202,21 @@ class BatchScheduler:
     # Batches
 
     async def _read_batches(self) -> None:
-        batches = await self._store(Store.active)
+        batches = await self._store(Store.active_batches)
         counted = batches if self.is_leader else ()
         self.counts.active = Counter(batch.status.value for batch in counted)
         known = {batch.id for batch in batches}
         for missing in self._running.keys() - known:
             self._cancel_lines(missing)
         for batch in batches:
-            await self._advance(batch)
+            await self._advance_batch(batch)
 
-    async def _advance(self, batch: Batch) -> None:
+    async def _advance_batch(self, batch: Batch) -> None:
         now = self._wall()
         if batch.status is Status.CANCELLING:
-            await self._end(batch, Status.CANCELLED)
+            await self._end_batch(batch, Status.CANCELLED)
         elif now >= batch.expires:
-            await self._end(batch, Status.EXPIRED)
+            await self._end_batch(batch, Status.EXPIRED)
         elif batch.id in self._maintenance:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
@@ -226,13 +224,13 @@ class BatchScheduler:
                 most, wall = self.settings.max_lines, self._wall
                 self._maintenance.add(batch, lambda store: validate_input(store, batch, most, wall))
         elif self.is_leader and batch.completed + batch.failed >= batch.total:
-            await self._end(batch, Status.COMPLETED)
+            await self._end_batch(batch, Status.COMPLETED)
         elif batch.id not in self._running:
             self._running[batch.id] = BatchProgress(batch)
         else:
-            await self._claims.share(self._running[batch.id], self._wire)
+            await self._claims.release_idle(self._running[batch.id], self._wire)
 
-    async def _end(self, batch: Batch, status: Status) -> None:
+    async def _end_batch(self, batch: Batch, status: Status) -> None:
         if self._maintenance.is_ending(batch.id):
             return
         self._cancel_lines(batch.id)
@@ -243,112 +241,123 @@ class BatchScheduler:
             )
 
     def _cancel_lines(self, batch_id: str) -> None:
-        running = self._running.pop(batch_id, None)
-        if running is not None:
-            running.drop(self._wire.clock())
+        progress = self._running.pop(batch_id, None)
+        if progress is not None:
+            progress.cancel_requests(self._wire.clock())
 
     # Lines
 
-    async def _fetch(self) -> None:
+    async def _read_lines(self) -> None:
         read_ahead = Counter(x.batch.tenant for x in self._running.values() if x.ready)
-        for running in list(self._running.values()):
-            tenant = running.batch.tenant
-            wants_lines = not running.ready and not running.read_all
+        for progress in list(self._running.values()):
+            tenant = progress.batch.tenant
+            wants_lines = not progress.ready and not progress.read_all
             if wants_lines and read_ahead[tenant] < MAX_BATCHES_AHEAD:
                 read_ahead[tenant] += 1
-                jobs = await self._store(Store.jobs, running.batch, running.last, MAX_LINES_AHEAD)
-                running.ready += jobs
-                running.read_all = not jobs
+                jobs = await self._store(
+                    Store.next_jobs, progress.batch, progress.last_read, MAX_LINES_AHEAD
+                )
+                progress.ready += jobs
+                progress.read_all = not jobs
                 if jobs:
-                    running.last = jobs[-1].number
-                    running.active_at = self._wire.clock()
-            may_end = running.is_done and self.is_leader
-            if may_end and await self._store(Store.is_complete, running.batch):
-                await self._end(running.batch, Status.COMPLETED)
+                    progress.last_read = jobs[-1].number
+                    progress.active_at = self._wire.clock()
+            may_end = progress.is_done and self.is_leader
+            if may_end and await self._store(Store.is_complete, progress.batch):
+                await self._end_batch(progress.batch, Status.COMPLETED)
 
-    def _send(self) -> None:
+    def _send_lines(self) -> None:
         """Send as many lines as allowed: tenants in turn, and each tenant's batches in turn."""
         wire = self._wire
-        waiting = self._sort_by_turn(x for x in self._running.values() if x.ready)
+        waiting = sort_by_turn((x for x in self._running.values() if x.ready), self._turns)
         room = self.settings.concurrency - self.in_flight
-        shut: dict[str, int] = {}
+        refused_sizes: dict[str, int] = {}
         while waiting and room > 0 and not wire.draining:
             now = wire.clock()
-            running = waiting.popleft()
-            tenant = wire.router.tenants.get(running.batch.tenant)
-            if (job := self._next_line(now, running, tenant, shut)) is None:
+            progress = waiting.popleft()
+            tenant = wire.router.tenants.get(progress.batch.tenant)
+            if (job := self._next_line(now, progress, tenant, refused_sizes)) is None:
                 continue
-            running.turn = self._turns[running.batch.tenant] = next(self._numbers)
-            running.ready.remove(job)
-            running.active_at = now
-            self._send_line(now, running, job, tenant)
+            progress.turn = self._turns[progress.batch.tenant] = next(self._numbers)
+            progress.ready.remove(job)
+            progress.active_at = now
+            self._send_line(now, progress, job, tenant)
             room -= 1
-            if running.ready:
-                waiting.append(running)
-            waiting = self._sort_by_turn(waiting)
+            if progress.ready:
+                waiting.append(progress)
+            waiting = sort_by_turn(waiting, self._turns)
         self.counts.in_flight = self.in_flight
-
-    def _sort_by_turn(self, batches: Iterable[BatchProgress]) -> deque[BatchProgress]:
-        turns = self._turns
-        return deque(sorted(batches, key=lambda x: (turns.get(x.batch.tenant, 0), x.turn)))
 
     def _next_line(
-        self, now: float, running: BatchProgress, tenant: Tenant | None, shut: dict[str, int]
+        self,
+        now: float,
+        progress: BatchProgress,
+        tenant: Tenant | None,
+        refused_sizes: dict[str, int],
     ) -> LineJob | None:
-        """Return the first line whose model has capacity; `shut` has body sizes found too large."""
-        is_gone = tenant is None and not self._wire.router.tenants.open
-        held = TENANT_GONE if is_gone else NO_STORAGE if running.batch.tenant in self._full else ""
-        if held != running.held:
-            running.held = held
-            if held:
-                logger.warning("batch %s: held: %s", running.batch.id, held)
-        if held:
+        """Return the first line that fits; note the least size that does not."""
+        if self._is_held(progress, tenant):
             return None
-        if now < running.paused_until or (tenant is not None and not within_limits(tenant, now)):
+        if now < progress.paused_until or (tenant is not None and not within_limits(tenant, now)):
             return None
-        for job in running.ready:
+        for job in progress.ready:
             size = len(job.body)
-            if size < shut.get(job.model, maxsize):
+            if size < refused_sizes.get(job.model, maxsize):
                 if has_spare_capacity(self._wire.router, job.model, now, size):
                     return job
-                shut[job.model] = size
+                refused_sizes[job.model] = size
         return None
 
+    def _is_held(self, progress: BatchProgress, tenant: Tenant | None) -> bool:
+        """Return whether no line of a batch may be sent; log a new reason."""
+        why_held = ""
+        if tenant is None and not self._wire.router.tenants.open:
+            why_held = TENANT_GONE
+        elif progress.batch.tenant in self._full:
+            why_held = NO_STORAGE
+        if why_held and why_held != progress.why_held:
+            logger.warning("batch %s: held: %s", progress.batch.id, why_held)
+        progress.why_held = why_held
+        return bool(why_held)
+
     def _send_line(
-        self, now: float, running: BatchProgress, job: LineJob, tenant: Tenant | None
+        self, now: float, progress: BatchProgress, job: LineJob, tenant: Tenant | None
     ) -> None:
-        over = partial(self._line_ended, running)
-        request = LineRequest(self._wire, job, running.batch.endpoint, tenant, over)
-        running.requests.add(request)
+        on_end = partial(self._line_ended, progress)
+        request = LineRequest(self._wire, job, progress.batch.endpoint, tenant, on_end)
+        progress.requests.add(request)
         request.start(now)
 
-    def _line_ended(self, running: BatchProgress, request: LineRequest) -> None:
-        running.requests.discard(request)
+    def _line_ended(self, progress: BatchProgress, request: LineRequest) -> None:
+        progress.requests.discard(request)
         self.counts.in_flight = self.in_flight
         self._wakeup.set()
-        status, job = request.status, request.job
-        failed = request.broken or (
-            status >= SERVER_ERROR and status not in TEMPORARY_REFUSALS and not request.is_final
-        )
-        if status in TEMPORARY_REFUSALS or (failed and running.line_failed(job.number) < MAX_TRIES):
-            running.ready.appendleft(job)
+        job = request.job
+        if request.is_refused_for_now or (
+            request.worker_failed and progress.line_failed(job.number) < MAX_TRIES
+        ):
+            progress.ready.appendleft(job)
             self.counts.lines[SENT_AGAIN] += 1
-            running.pause(self._wire.clock(), request.retry_after_s)
+            progress.pause(self._wire.clock(), request.retry_after_s)
             return
-        running.line_succeeded(job.number)
-        self._add_result(running, request.result())
-
-    def _add_result(self, running: BatchProgress, result: LineResult) -> None:
+        progress.line_succeeded(job.number)
+        result = request.result()
         self.counts.lines[COMPLETED if result.ok else FAILED] += 1
-        running.unsaved += 1
+        progress.unsaved += 1
         self._unsaved.append(result)
-        self._wakeup.set()
 
     async def save(self) -> None:
         if not (results := self._unsaved[:]):
             return
-        await self._store(Store.save, results)
+        await self._store(Store.save_results, results)
         del self._unsaved[: len(results)]
         for result in results:
-            if (running := self._running.get(result.batch)) is not None:
-                running.unsaved -= 1
+            if (progress := self._running.get(result.batch)) is not None:
+                progress.unsaved -= 1
+
+
+def sort_by_turn(
+    batches: Iterable[BatchProgress], tenant_turns: Mapping[str, int]
+) -> deque[BatchProgress]:
+    """Return batches in sending order: the tenant, then the batch, with the oldest turn first."""
+    return deque(sorted(batches, key=lambda x: (tenant_turns.get(x.batch.tenant, 0), x.turn)))

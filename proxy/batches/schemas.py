@@ -57,14 +57,14 @@ def batch_json(batch: Batch) -> Json:
     }
 
 
-def list_json(shown: Sequence[Json], limit: int) -> bytes:
-    """Return one page of a list; `shown` may have one item more than `limit`."""
-    data = shown[:limit]
+def list_json(items: Sequence[Json], limit: int) -> bytes:
+    """Return one page of a list; `items` may have one more than `limit`."""
+    data = items[:limit]
     page = {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
-        "has_more": len(shown) > limit,
+        "has_more": len(items) > limit,
     }
     return orjson.dumps(page)

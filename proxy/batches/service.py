@@ -34,18 +34,18 @@ class Batches:
     def __init__(
         self, wire: WireServer, settings: BatchesConfig, wall: Callable[[], float] = time.time
     ) -> None:
-        self.keeper = StoreThread(partial(_open_backend, settings), *_open_store(settings))
-        self.lane = BatchScheduler(wire, self.keeper, settings, wall)
-        self._api = BatchApi(wire, self.keeper, self.lane, settings, wall)
+        self.store = StoreThread(partial(_open_backend, settings), *_retention_and_limits(settings))
+        self.scheduler = BatchScheduler(wire, self.store, settings, wall)
+        self._api = BatchApi(wire, self.store, self.scheduler, settings, wall)
         self._wire = wire
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open the store and start the scheduler; raise `ProxyError` if the store is unusable."""
-        await self.keeper.open()
+        await self.store.open()
         self._wire.extension = self._api
-        self._wire.metrics.batches = self.lane.counts
-        self._task = asyncio.create_task(self.lane.run(), name="batches")
+        self._wire.metrics.batches = self.scheduler.counts
+        self._task = asyncio.create_task(self.scheduler.run(), name="batches")
 
     async def stop(self) -> None:
         """Cut open API requests, cancel lines in flight, save results and close the store."""
@@ -57,14 +57,14 @@ class Batches:
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
         with suppress(Exception):  # without saved results the lines run again
-            await self.lane.save()
-        await self.keeper.close()
+            await self.scheduler.save()
+        await self.store.close()
 
     def reconfigure(self, settings: BatchesConfig) -> None:
         """Apply new settings; the store cannot change."""
-        self.lane.settings = self._api.settings = settings
-        self.keeper.keep_for(*_open_store(settings))
-        self.lane.purge_soon()
+        self.scheduler.settings = self._api.settings = settings
+        self.store.keep_for(*_retention_and_limits(settings))
+        self.scheduler.purge_soon()
 
 
 def _open_backend(settings: BatchesConfig) -> Backend:
@@ -77,8 +77,8 @@ def _open_backend(settings: BatchesConfig) -> Backend:
     return PostgresBackend(settings.database or "", settings.database_password_file)
 
 
-def _open_store(settings: BatchesConfig) -> tuple[float, StoreLimits]:
-    bounds = StoreLimits(
+def _retention_and_limits(settings: BatchesConfig) -> tuple[float, StoreLimits]:
+    limits = StoreLimits(
         settings.max_bytes, settings.max_bytes_per_tenant, settings.max_active_per_tenant
     )
-    return settings.keep_days * DAY_S, bounds
+    return settings.keep_days * DAY_S, limits

@@ -49,10 +49,11 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
 def within_limits(tenant: Tenant, now: float) -> bool:
     """Return True if a line leaves the tenant enough of its limits for other requests."""
     ledger, max_concurrency = tenant.ledger, tenant.spec.limits.concurrency
-    if max_concurrency is not None and ledger.running + ledger.elsewhere >= max(
+    if max_concurrency is not None and ledger.running + ledger.running_elsewhere >= max(
         RESERVED_SHARE * max_concurrency, 1
     ):
         return False
     return all(
-        state is None or state[1] > RESERVED_SHARE * state[0] for state in ledger.remaining(now)
+        state is None or state.remaining > RESERVED_SHARE * state.limit
+        for state in ledger.remaining(now)
     )

@@ -34,7 +34,7 @@ class InputFileCheck:
     """Validates an input file in slices: pass `validate` the bytes that `next_slice` names."""
 
     def __init__(self, size: int, endpoint: str, max_lines: int) -> None:
-        self.complaints: list[InputProblem] = []
+        self.problems: list[InputProblem] = []
         self.total = 0
         self._size = size
         self._endpoint = endpoint
@@ -47,7 +47,7 @@ class InputFileCheck:
     @property
     def is_done(self) -> bool:
         """True if the file is read, or has too many errors to go on."""
-        return self._at >= self._size or len(self.complaints) >= MAX_PROBLEMS
+        return self._at >= self._size or len(self.problems) >= MAX_PROBLEMS
 
     @property
     def next_slice(self) -> tuple[int, int]:
@@ -74,8 +74,8 @@ class InputFileCheck:
             at += len(raw) + 1
         if is_last and at >= end:
             self._at = self._size
-        if self.is_done and not self.total and not self.complaints:
-            self.complaints.append(InputProblem("empty_file", "The input file is empty."))
+        if self.is_done and not self.total and not self.problems:
+            self.problems.append(InputProblem("empty_file", "The input file is empty."))
         return found
 
     def _read(self, raw: bytes, start: int) -> Iterator[InputLine]:
@@ -85,7 +85,7 @@ class InputFileCheck:
         self.total += 1
         if self.total > self._max_lines:
             message = f"The input file has more than {self._max_lines} lines."
-            self.complaints.append(InputProblem("too_many_lines", message))
+            self.problems.append(InputProblem("too_many_lines", message))
             self._at = self._size
             return
         line = read_line(raw, self._number, start, self._endpoint)
@@ -96,7 +96,7 @@ class InputFileCheck:
                 return
             message = f"The custom_id {line.custom_id[:100]!r} is already used by an earlier line."
             line = InputProblem("duplicate_custom_id", message, self._number, "custom_id")
-        self.complaints.append(line)
+        self.problems.append(line)
 
 
 def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine | InputProblem:
@@ -108,9 +108,8 @@ def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine |
         return InputProblem("invalid_json_line", message, number)
     if type(fields) is not dict:
         return InputProblem("invalid_json_line", "This line is not a JSON object.", number)
-    if (problem := _problem(fields, endpoint)) is not None:
-        code, param, message = problem
-        return InputProblem(code, message, number, param)
+    if (problem := _find_problem(fields, number, endpoint)) is not None:
+        return problem
     try:
         where = [member for member in members(raw) if member.name == b"body"][-1]
     except TooManyMembersError as error:
@@ -125,21 +124,24 @@ def read_line(raw: bytes, number: int, start: int, endpoint: str) -> InputLine |
     )
 
 
-def _problem(fields: dict[str, Any], endpoint: str) -> tuple[str, str, str] | None:
+def _find_problem(fields: dict[str, Any], number: int, endpoint: str) -> InputProblem | None:
     for name in ("custom_id", "method", "url", "body"):
         if fields.get(name) is None:
-            return "missing_required_parameter", name, f"Missing required parameter: '{name}'."
+            message = f"Missing required parameter: '{name}'."
+            return InputProblem("missing_required_parameter", message, number, name)
     custom_id, body = fields["custom_id"], fields["body"]
     if type(custom_id) is not str or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         message = f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
-        return "invalid_custom_id", "custom_id", message
+        return InputProblem("invalid_custom_id", message, number, "custom_id")
     if fields["method"] != "POST":
-        return "invalid_method", "method", "'method' must be 'POST'."
+        return InputProblem("invalid_method", "'method' must be 'POST'.", number, "method")
     if fields["url"] != endpoint:
         message = "The URL provided for this request does not match the batch endpoint."
-        return "invalid_url", "url", f"{message} The batch endpoint is {endpoint}."
+        message += f" The batch endpoint is {endpoint}."
+        return InputProblem("invalid_url", message, number, "url")
     if type(body) is not dict:
-        return "invalid_body", "body", "'body' must be a JSON object."
+        return InputProblem("invalid_body", "'body' must be a JSON object.", number, "body")
     if body.get("stream"):
-        return "invalid_body", "body.stream", "Batches do not support streaming; remove 'stream'."
+        message = "Batches do not support streaming; remove 'stream'."
+        return InputProblem("invalid_body", message, number, "body.stream")
     return None

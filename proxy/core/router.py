@@ -29,7 +29,7 @@ from proxy.core.model.refusals import RefusedError
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, Reason, ReceivedRequest, Refusal, RequestInfo
-from proxy.core.queue.eviction import amounts
+from proxy.core.queue.eviction import amounts_of
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
@@ -53,12 +53,11 @@ class Router:
         self.queue = self.placer.queue
         self.tenants = Tenants()
         self.draining = False
-        # Reports stored responses to other processes.
-        self.others_remember: Callable[[str, str, str], None] | None = None
+        self.report_stored_response: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
         self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
         self._retries = self.placer.retries
-        self._falls = WorkerFailureEvents()
+        self._failure_events = WorkerFailureEvents()
         self._pass_on_settings(settings)
 
     @property
@@ -78,7 +77,7 @@ class Router:
     def refusal_if_spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
         """Refuse a request unread if its tenant's limits are spent."""
         refusal = None if tenant is None else billing.exhausted_limit(tenant, now)
-        return refusal and self.placer.count_refusal("", refusal)
+        return self._count_if_refused("", refusal)
 
     def charge_refused_read(self, tenant: Tenant | None, now: float) -> None:
         if tenant is not None:
@@ -92,7 +91,10 @@ class Router:
     def enter(self, info: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""
         refusal = billing.enter(info, now, again=False, uncounted=True)
-        return refusal and self.placer.count_refusal(info.model, refusal)
+        return self._count_if_refused(info.model, refusal)
+
+    def _count_if_refused(self, model: str, refusal: Refusal | None) -> Refusal | None:
+        return None if refusal is None else self.placer.count_refusal(model, refusal)
 
     def leave(self, info: RequestInfo, now: float) -> None:
         """End an admitted request after a disconnect."""
@@ -103,8 +105,8 @@ class Router:
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         self._reader.stored.remember(response_id, worker, tenant)
-        if self.others_remember is not None:
-            self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
+        if self.report_stored_response is not None:
+            self.report_stored_response(response_id, worker, "" if tenant is None else tenant.name)
 
     def learn_remote_response(self, response_id: str, worker: str, tenant: str) -> None:
         owner = self.tenants.get(tenant) if tenant else None
@@ -158,7 +160,7 @@ class Router:
         self.fleet.start_due_decodes(now)
         if (refusal := self._refuse_retry(info, now, attempts, free=free)) is not None:
             return refusal
-        if not (free or self._pays(info, now, attempts, failed)):
+        if not (free or self._spend_retry(info, now, attempts, failed)):
             if not (attempts.continues and self._retries.share):
                 why = "too many requests are being retried (router.retries.budget)"
                 return self.placer.count_refusal(info.model, refusals.no_worker_left(why, 1.0))
@@ -179,11 +181,11 @@ class Router:
     def _place_or_queue(
         self, info: RequestInfo, now: float, attempts: Attempts
     ) -> Lease | Ticket | Refusal:
-        free = not self.queue.any_ahead_of(info)  # they go first
+        none_ahead = not self.queue.any_ahead_of(info)  # they go first
         wait: CacheWait | None = None
         pauses = now < attempts.retry_at
-        if (free or attempts.is_retry or info.pinned) and not (attempts.owes or pauses):
-            answer = self.placer.place(info, now, attempts, free=free)
+        if (none_ahead or attempts.is_retry or info.pinned) and not (attempts.owes or pauses):
+            answer = self.placer.place(info, now, attempts, free=none_ahead)
             if answer is not None and not isinstance(answer, CacheWait):
                 return answer
             wait = answer
@@ -207,7 +209,7 @@ class Router:
         if refusal is not None:
             return refusal
         evicted: list[Ticket] = []
-        if not queue.make_room(amounts(info), self.placer.place_queued, now):
+        if not queue.make_room(amounts_of(info), self.placer.place_queued, now):
             evicted = queue.choose_evicted(info)
             if not evicted:
                 return self._refuse_full(info, now)
@@ -244,33 +246,33 @@ class Router:
         if not queue.length and not queue.ended:
             return []
         self.fleet.start_due_decodes(now)
-        if queue.elsewhere is not None:  # other processes may need room
-            queue.make_room(queue.usual, self.placer.place_queued, now)
+        if queue.remote_queues is not None:  # other processes may need room
+            queue.make_room(queue.mean_amounts, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
         queue.ended.clear()
         for ticket in queue.pop_expired(now):
             refusal = waited_too_long(ticket, queue, now)
             gone.append((ticket, self.placer.count_refusal(ticket.info.model, refusal)))
-
-        def end(ticket: Ticket) -> Lease | Refusal | CacheWait | None:
-            info, owes = ticket.info, ticket.attempts.owes
-            answer: Lease | Refusal | CacheWait | None = None
-            if now >= ticket.attempts.retry_at and (not owes or self._retries.has_retry(now)):
-                answer = self.placer.place_queued(ticket, now)
-            if owes and isinstance(answer, Lease):
-                self._retries.spend(now)
-                answer.attempts = replace(answer.attempts, owes=False)
-            if answer is not None:
-                return answer
-            refusal = candidates.why_hopeless(self._roster, info, now, ticket.attempts)
-            return refusal and self.placer.count_refusal(info.model, refusal)
-
-        gone += queue.dispatch(end, now)
+        gone += queue.dispatch(self._place_or_refuse, now)
         for ticket, answer in gone:
             if isinstance(answer, Refusal):
                 billing.leave(ticket.info, now)
         return gone
+
+    def _place_or_refuse(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
+        """Place a queued request, or refuse one without hope; None: it waits on."""
+        info, attempts = ticket.info, ticket.attempts
+        answer: Lease | Refusal | CacheWait | None = None
+        if now >= attempts.retry_at and (not attempts.owes or self._retries.has_retry(now)):
+            answer = self.placer.place_queued(ticket, now)
+        if attempts.owes and isinstance(answer, Lease):
+            self._retries.spend(now)
+            answer.attempts = replace(answer.attempts, owes=False)
+        if answer is not None:
+            return answer
+        refusal = candidates.why_hopeless(self._roster, info, now, attempts)
+        return self._count_if_refused(info.model, refusal)
 
     def _refuse_retry(
         self, info: RequestInfo, now: float, attempts: Attempts, *, free: bool
@@ -289,26 +291,29 @@ class Router:
     def may_retry(self, lease: Lease, now: float, attempts: Attempts) -> bool:
         """Return whether a request would be retried if the current leg failed."""
         leg = lease.running_leg
-        free = leg is not lease  # a prefill: see `submit_again`
+        is_prefill = leg is not lease  # needs no budget: see `submit_again`
         attempts = replace(attempts, tried=attempts.tried | {leg.worker})
-        if not free and attempts.failures >= self.settings.max_attempts:
+        if not is_prefill and attempts.failures >= self.settings.max_attempts:
             return False
         if not candidates.may_take(self._roster, lease.info, now, attempts):
             return False
-        if free:
+        if is_prefill:
             return True
-        spared = self._falls.has_free_retry(leg.worker, leg.charged_at, now)
-        return (spared and len(attempts.failed_on) == 1) or self._retries.has_retry(now)
+        is_free = self._failure_events.has_free_retry(leg.worker, leg.charged_at, now)
+        return (is_free and len(attempts.failed_on) == 1) or self._retries.has_retry(now)
 
-    def _pays(
+    def _spend_retry(
         self, info: RequestInfo, now: float, attempts: Attempts, failed: Lease | None
     ) -> bool:
-        """Return whether a retry failed with its worker, for the first time, or has a budget."""
+        """Spend a retry of the budget; return False if there is none.
+
+        The first retry of a request that failed with its worker is free.
+        """
         if failed is not None and self._retries.share:
             live_workers = len(self._roster.pool(info.model).all)
             at = failed.charged_at
-            spared = self._falls.take_free_retry(failed.worker, at, now, live_workers)
-            if spared and len(attempts.failed_on) == 1:
+            is_free = self._failure_events.take_free_retry(failed.worker, at, now, live_workers)
+            if is_free and len(attempts.failed_on) == 1:
                 return True
         return self._retries.spend(now)
 
@@ -317,7 +322,7 @@ class Router:
         self._reader.splits = settings.transfer
         self._reader.passes_priority = settings.pass_priority
         self._reader.cuts_output = settings.cut_output
-        self._reader.may = ClientFields(
+        self._reader.allowed = ClientFields(
             settings.allow_client_kv_transfer, settings.client_priority, settings.client_arguments
         )
 

@@ -34,8 +34,8 @@ def decision_header(decision: Decision) -> bytes:
     name, handover = decision.worker.name, decision.handover
     if handover is not None:
         name = f"{name}; prefill={handover.prefill.name}"
-    elif decision.whether:
-        name = f"{name}; handover={decision.whether}"
+    elif decision.verdict:
+        name = f"{name}; handover={decision.verdict}"
     if decision.turn:
         name = f"{name}; session={decision.turn}"
     return route_header(name, decision.reason, decision.scores)

@@ -97,12 +97,12 @@ class RecentRequests:
         return len(self._rows)
 
     def add(self, info: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
-        worker = predicted_s = whether = turn = None
+        worker = predicted_s = verdict = turn = None
         legs = NO_HANDOVER
         cached, reported = 0, False
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
-            whether, turn = decision.whether or None, decision.turn or None
+            verdict, turn = decision.verdict or None, decision.turn or None
             cached, reported = decision.cached_tokens, decision.worker.reports_prefixes
             if (handover := decision.handover) is not None:
                 cached, reported = handover.cached_tokens, handover.prefill.reports_prefixes
@@ -115,7 +115,7 @@ class RecentRequests:
                 info.id[:MAX_TEXT], self._clock(), info.model[:MAX_TEXT], info.route, worker,
                 done.reason, done.status, info.body_bytes, info.prompt_tokens, info.counted,
                 info.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
-                done.size, None if info.tenant is None else info.tenant.name, whether,
+                done.size, None if info.tenant is None else info.tenant.name, verdict,
                 cached, reported, done.left_workers,
                 f"{info.session:016x}" if info.session else None, turn, done.target_s,
             )

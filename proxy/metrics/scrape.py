@@ -360,7 +360,7 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
         page.values(family, [((), value)])
     page.values(replica_counts.LIMITS_UP, [((), metrics.limits_shared())])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
-    page.values(QUEUE_LIMIT, [((), queue.most)])
+    page.values(QUEUE_LIMIT, [((), queue.max_requests)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])
     page.values(CLIENTS, [((), metrics.client_connections)])
     page.values(NO_ROOM, [((), metrics.connects_failed)])

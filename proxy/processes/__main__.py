@@ -16,12 +16,13 @@ from proxy.setup.memory import keep_freed_memory
 
 
 def main() -> int:
-    index, table, line, admin = map(int, sys.argv[1:])
+    index, table, *sockets = map(int, sys.argv[1:])
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname)s [{index}] %(message)s"
     )
     keep_freed_memory()
-    return uvloop.run(serve(index, table, socket.socket(fileno=line), socket.socket(fileno=admin)))
+    channel, admin = (socket.socket(fileno=descriptor) for descriptor in sockets)
+    return uvloop.run(serve(index, table, channel, admin))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from proxy.core.learned.latency import PARTS, LatencyModel
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Place = tuple[int, float]  # row in the shared table, and the time of its assignment
 NO_ROW = -1
+
+
+class AssignedRow(NamedTuple):
+    """A worker's row in the shared table."""
+
+    row: int
+    since: float  # time of the assignment
 
 
 class FleetReplica:
@@ -43,54 +49,54 @@ class FleetReplica:
         self._router = router
         self._discovery = discovery
         self._alone = alone
-        self._found: Mapping[str, Endpoints] = {}
+        self._discovered: Mapping[str, Endpoints] = {}
         self._fleet = router.fleet
         self._sharing = sharing
         self._clock = clock
         self._rows = WorkerRows(sharing, clock)
-        self._places: dict[Worker, Place] = {}
-        self._sent: dict[Worker, tuple[object, ...]] = {}
-        self._warm: set[tuple[str, float, str, float]] = set()
-        self._seen = (-1, -1)  # versions of links and fleet at the last check
-        self._full = False
+        self._rows_of: dict[Worker, AssignedRow] = {}
+        self._sent_states: dict[Worker, tuple[object, ...]] = {}
+        self._sent_links: set[tuple[str, float, str, float]] = set()
+        self._checked_versions = (-1, -1)  # versions of links and fleet at the last check
+        self._sends_all = False
 
     # Leader
 
     def lead(self) -> None:
         """Continue as leader from the replicated state."""
-        self._rows.adopt({row for row, _ in self._places.values()})
-        self._discovery.adopt(self._found)
+        self._rows.adopt({assigned.row for assigned in self._rows_of.values()})
+        self._discovery.adopt(self._discovered)
 
-    def forget(self) -> None:
-        """Send send_all with the next message, because a process joined."""
-        self._sent.clear()
-        self._warm.clear()
-        self._seen = (-1, -1)
-        self._found = {}
-        self._full = True
+    def send_all_next(self) -> None:
+        """Send everything with the next message, because a process joined."""
+        self._sent_states.clear()
+        self._sent_links.clear()
+        self._checked_versions = (-1, -1)
+        self._discovered = {}
+        self._sends_all = True
 
     def changes(self) -> WorkersChanged | None:
         """Return the changes since the last call; None without changes."""
         gone = [
-            worker for worker in self._places if self._fleet.roster.get(worker.name) is not worker
+            worker for worker in self._rows_of if self._fleet.roster.get(worker.name) is not worker
         ]
         for worker in gone:
-            if (row := self._places[worker][0]) != NO_ROW:
+            if (row := self._rows_of[worker].row) != NO_ROW:
                 self._rows.release(row)
             self._forget_worker(worker)
         known = []
         for worker in self._fleet.roster:
-            if worker not in self._places:
-                self._assign_place(worker)
+            if worker not in self._rows_of:
+                self._assign_row(worker)
             state = self._state(worker)
-            if self._sent.get(worker) != state:
-                self._sent[worker] = state
+            if self._sent_states.get(worker) != state:
+                self._sent_states[worker] = state
                 known.append(self._describe_worker(worker))
         warm = self._warm_links()
-        send_all, self._full = self._full, False
+        send_all, self._sends_all = self._sends_all, False
         found = self._discovery.endpoints_by_pool()
-        discovered = None if found == self._found else found
-        self._found = found
+        discovered = None if found == self._discovered else found
+        self._discovered = found
         if not (known or gone or warm or send_all or discovered):
             return None
         names = tuple(worker.name for worker in gone if worker.name not in self._fleet.roster)
@@ -113,7 +119,7 @@ class FleetReplica:
             id(worker.gauges),
         )
 
-    def _assign_place(self, worker: Worker) -> None:
+    def _assign_row(self, worker: Worker) -> None:
         row = self._rows.take()
         if row is None:
             logger.error(
@@ -121,12 +127,12 @@ class FleetReplica:
                 worker.name,
                 MAX_WORKERS,
             )
-            self._places[worker] = NO_ROW, 0.0
+            self._rows_of[worker] = AssignedRow(NO_ROW, 0.0)
         else:
-            self._apply_place(worker, (row, self._clock()))
+            self._share_row(worker, AssignedRow(row, self._clock()))
 
     def _describe_worker(self, worker: Worker) -> KnownWorker:
-        row, since = self._places[worker]
+        row, since = self._rows_of[worker]
         pace = worker.pace
         return KnownWorker(
             spec=worker.spec,
@@ -147,42 +153,42 @@ class FleetReplica:
     def _warm_links(self) -> tuple[tuple[str, str], ...]:
         links = self._router.placer.links
         seen = links.version, self._fleet.roster.version
-        if not links.are_made or seen == self._seen:
+        if not links.are_made or seen == self._checked_versions:
             return ()
-        self._seen = seen
+        self._checked_versions = seen
         here = {(worker.name, worker.up_since) for worker in self._fleet.roster}
-        self._warm = {key for key in self._warm if key[:2] in here and key[2:] in here}
+        self._sent_links = {key for key in self._sent_links if key[:2] in here and key[2:] in here}
         found = []
         for pool in {self._fleet.roster.pool(model) for model in self._fleet.roster.models()}:
             for prefill in pool.prefills:
                 for decode in pool.all:
                     key = prefill.name, prefill.up_since, decode.name, decode.up_since
-                    if key not in self._warm and links.is_warm(prefill, decode):
-                        self._warm.add(key)
+                    if key not in self._sent_links and links.is_warm(prefill, decode):
+                        self._sent_links.add(key)
                         found.append((prefill.name, decode.name))
         return tuple(found)
 
     # Followers
 
     def apply(self, changes: WorkersChanged) -> None:
-        gone = set(changes.gone)
-        if changes.all:
+        gone = set(changes.removed)
+        if changes.complete:
             gone |= {worker.name for worker in self._fleet.roster}
             gone -= {known.spec.name for known in changes.known}
-        self._swap(gone, changes.known)
+        self._swap_workers(gone, changes.known)
         for known in changes.known:
             if (worker := self._fleet.roster.get(known.spec.name)) is not None:
                 self._apply_worker(worker, known)
         if gone:
             self._router.placer.links.keep_only({*self._fleet.roster})
-        if changes.found is not None:
-            self._found = changes.found
-        for first, second in changes.warm:
+        if changes.discovered is not None:
+            self._discovered = changes.discovered
+        for first, second in changes.warm_links:
             prefill, decode = self._fleet.roster.get(first), self._fleet.roster.get(second)
             if prefill is not None and decode is not None:
                 self._router.placer.links.set_warm(prefill, decode)
 
-    def _swap(self, names: Collection[str], known_workers: Iterable[KnownWorker]) -> None:
+    def _swap_workers(self, names: Collection[str], known_workers: Iterable[KnownWorker]) -> None:
         """Remove and add workers in one operation, because there may be a thousand."""
         fleet = self._fleet
         gone = [worker for name in names if (worker := fleet.roster.get(name)) is not None]
@@ -200,15 +206,15 @@ class FleetReplica:
             self._forget_worker(worker)
 
     def _is_replaced(self, worker: Worker, known: KnownWorker) -> bool:
-        place = _place(known)
-        return not worker.matches(known.spec) or self._places.get(worker, place) != place
+        assigned = _assigned_row_of(known)
+        return not worker.matches(known.spec) or self._rows_of.get(worker, assigned) != assigned
 
     def _apply_worker(self, worker: Worker, known: KnownWorker) -> None:
         spec, fleet = known.spec, self._fleet
         if worker.spec != spec:
             fleet.roster.respecify(worker, spec)
-        if worker not in self._places:
-            self._apply_place(worker, _place(known))
+        if worker not in self._rows_of:
+            self._share_row(worker, _assigned_row_of(known))
         if known.pace is not None and not worker.pace.prefills:
             worker.pace.adopt(_pace(known.pace))
             worker.reprice()
@@ -228,19 +234,19 @@ class FleetReplica:
             draining=known.draining,
         )
 
-    def _apply_place(self, worker: Worker, place: Place) -> None:
-        self._places[worker] = place
-        if place[0] != NO_ROW:
-            self._sharing.place(worker, *place)
+    def _share_row(self, worker: Worker, assigned: AssignedRow) -> None:
+        self._rows_of[worker] = assigned
+        if assigned.row != NO_ROW:
+            self._sharing.share_worker(worker, *assigned)
 
     def _forget_worker(self, worker: Worker) -> None:
-        self._places.pop(worker, None)
-        self._sent.pop(worker, None)
+        self._rows_of.pop(worker, None)
+        self._sent_states.pop(worker, None)
         self._sharing.forget_worker(worker)
 
 
-def _place(known: KnownWorker) -> Place:
-    return (NO_ROW if known.row is None else known.row), known.since
+def _assigned_row_of(known: KnownWorker) -> AssignedRow:
+    return AssignedRow(NO_ROW if known.row is None else known.row, known.since)
 
 
 def _pace(parts: tuple[float, ...]) -> LatencyModel:

@@ -84,10 +84,10 @@ class WorkersChanged:
     """Changed and removed workers of the leader, or all."""
 
     known: tuple[KnownWorker, ...]
-    gone: tuple[str, ...] = ()
-    all: bool = False
-    warm: tuple[tuple[str, str], ...] = ()  # pairs with a warm connection
-    found: Mapping[str, Endpoints] | None = None  # discovered endpoints, if changed
+    removed: tuple[str, ...] = ()
+    complete: bool = False  # `known` has all workers
+    warm_links: tuple[tuple[str, str], ...] = ()  # pairs with a warm connection
+    discovered: Mapping[str, Endpoints] | None = None  # discovered endpoints, if changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Stop:
     """Exit at once."""
 
 
-What = Literal["page", "decisions", "minute", "logs", "move"]
+QuestionKind = Literal["page", "decisions", "live", "logs", "move"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +129,20 @@ class IpcQuestion:
     """A question to all processes; the supervisor collects the answers."""
 
     number: int
-    what: What
-    given: Any = None
+    kind: QuestionKind
+    argument: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class IpcAnswer:
-    """The answer to the question with that number."""
+    """The answer to the question of that number."""
 
     number: int
-    found: Any = None
+    result: Any = None
     failed: bool = False  # the process cannot answer; its log has the reason
 
 
 Message: TypeAlias = (
-    Begin
-    | Joined
-    | Serving
-    | Lead
-    | Reload
-    | ConfigReloaded
-    | WorkersChanged
-    | StoredResponses
-    | WorkerDrained
-    | UrgentChange
-    | Drain
-    | Stop
-    | IpcQuestion
-    | IpcAnswer
-)
+    Begin | Joined | Serving | Lead | Reload | ConfigReloaded | WorkersChanged | StoredResponses
+    | WorkerDrained | UrgentChange | Drain | Stop | IpcQuestion | IpcAnswer
+)  # fmt: skip

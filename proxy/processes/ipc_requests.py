@@ -55,7 +55,7 @@ class PendingQuestions:
         if message.failed:
             answer.cancel()
         else:
-            answer.set_result(message.found)
+            answer.set_result(message.result)
 
     def remove_process(self, index: int) -> None:
         """Drop an exited process and its answers.

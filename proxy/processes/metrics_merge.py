@@ -140,8 +140,8 @@ def _labels(series: str) -> str:
 def without_removed_workers(past: Page, present: Page) -> Page:
     """Return the past without series of removed workers.
 
-    Series that a process still shows stay, because their sum must not decrease. If no worker is
-    known, as after a restart, all series stay.
+    Series that a process still shows stay: their sum must not decrease. Without a known worker, as
+    after a restart, all series stay.
     """
     workers = present.get(FLEET, EMPTY).series
     fleet = {name for series in workers for name in NAMED.findall(series)}

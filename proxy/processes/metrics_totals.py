@@ -65,7 +65,7 @@ class MetricsTotals:
         return metrics_merge.write(total, openmetrics=openmetrics)
 
     def _store(self, index: int, number: int, page: metrics_merge.Page) -> metrics_merge.Page:
-        """Store a process's page and return the counters that it dropped."""
+        """Store a process's page; return the counters that it dropped."""
         if self._question_of.get(index, 0) > number:
             return {}
         self._question_of[index] = number

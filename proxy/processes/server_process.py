@@ -28,18 +28,18 @@ from proxy.processes.ipc_messages import (
     Joined,
     Lead,
     Message,
+    QuestionKind,
     Reload,
     Serving,
     Stop,
     StoredResponses,
     UrgentChange,
-    What,
     WorkerDrained,
     WorkersChanged,
 )
 from proxy.processes.ports import bind
 from proxy.processes.replicas.limits import SharedLimiter
-from proxy.processes.replicas.ticks import FlushTimer
+from proxy.processes.replicas.publish_times import FlushTimer
 from proxy.processes.shared.process_sheet import ALIVE
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.sharing import share_router
@@ -72,7 +72,7 @@ class ServerProcess:
         self.app.siblings = self
         self.app.drained = self._drain_elsewhere
         self.app.wire.pages = self.page
-        self.app.live.collect_all = self.minute
+        self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         clock, router = time.monotonic, self.app.router
@@ -83,7 +83,7 @@ class ServerProcess:
         self._sharing, self._queues = share_router(
             router, shared, index, clock, soon, life=time.monotonic_ns()
         )
-        router.others_remember = self._publish_response
+        router.report_stored_response = self._publish_response
         self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
         if (settings := first.router.shared) is not None:
             password = begin.keys.shared
@@ -130,9 +130,9 @@ class ServerProcess:
             case Lead():
                 self._lead()
             case WorkersChanged():
-                self._follow(message)
+                self._apply_changes(message)
             case Joined():
-                self._replica.forget()
+                self._replica.send_all_next()
                 self._channel.send(StoredResponses(tuple(self.app.router.stored_responses())))
             case StoredResponses(responses):
                 for response in responses:
@@ -153,13 +153,12 @@ class ServerProcess:
                 self._run_in_background(self._end_with(self.app.stop()))
             case IpcQuestion():
                 self._run_in_background(self._send_answer(message))
-            case IpcAnswer(number, found):
+            case IpcAnswer(number, result):
                 answer = self._pending.pop(number, None)
                 if answer is not None and not answer.done():
-                    answer.set_result(found)
+                    answer.set_result(result)
 
-    def _follow(self, changes: WorkersChanged) -> None:
-        """Apply the leader's changes of workers."""
+    def _apply_changes(self, changes: WorkersChanged) -> None:
         if not self.app.leads:
             self.app.hide_keys(known.spec for known in changes.known)
             self._replica.apply(changes)
@@ -197,13 +196,11 @@ class ServerProcess:
         found: tuple[bytes, str] = await self._ask("page", openmetrics)
         return found
 
-    async def minute(self, filters: UpdateRequest) -> list[LiveUpdate]:
-        """Return the status page's update of all processes."""
-        found: list[LiveUpdate] = await self._ask("minute", filters)
+    async def live_updates(self, filters: UpdateRequest) -> list[LiveUpdate]:
+        found: list[LiveUpdate] = await self._ask("live", filters)
         return found
 
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
-        """Change the log settings of all processes."""
         await self._ask("logs", (requests, dict(levels)))
 
     def _drain_elsewhere(self, name: str, draining: bool, now: bool) -> None:
@@ -219,10 +216,10 @@ class ServerProcess:
             remaining.update(left)
         return sum(moved for moved, _ in found), remaining
 
-    async def _ask(self, what: What, given: object) -> Any:
+    async def _ask(self, kind: QuestionKind, argument: object) -> Any:
         number = next(self._numbers)
         answer = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._channel.send(IpcQuestion(number, what, given))
+        self._channel.send(IpcQuestion(number, kind, argument))
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await answer
@@ -231,24 +228,24 @@ class ServerProcess:
 
     async def _send_answer(self, question: IpcQuestion) -> None:
         try:
-            found = await self._answer(question.what, question.given)
+            found = await self._answer(question.kind, question.argument)
             self._channel.send(IpcAnswer(question.number, found))
         except Exception:
-            logger.exception("process %d cannot answer: %s", self._index, question.what)
+            logger.exception("process %d cannot answer: %s", self._index, question.kind)
             self._channel.send(IpcAnswer(question.number, failed=True))
 
-    async def _answer(self, what: What, given: Any) -> object:
-        if what == "page":
+    async def _answer(self, kind: QuestionKind, argument: Any) -> object:
+        if kind == "page":
             page, _ = await write_page(self.app.metrics)
             return page.decode()
-        if what == "minute":
-            return self.app.live.notes.update(self._clock(), given)
-        if what == "logs":
-            self.app.logs.change(*given)
+        if kind == "live":
+            return self.app.live.notes.update(self._clock(), argument)
+        if kind == "logs":
+            self.app.logs.change(*argument)
             return None
-        if what == "move":
-            return await self.app.wire.moves.move_all(given)
-        return list(self.app.recent.newest(*given))
+        if kind == "move":
+            return await self.app.wire.moves.move_all(argument)
+        return list(self.app.recent.newest(*argument))
 
     def _publish_response(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.send(StoredResponses(((response_id, worker, tenant),)))
@@ -292,20 +289,20 @@ class ServerProcess:
         while True:
             now = self._clock()
             sharing.sheet.write_count(ALIVE, int(now))
-            sharing.take_in_charges(now)
+            sharing.read_remote_charges(now)
             sharing.publish_written()
-            if wire.queued and (sharing.changes != seen or self._queues.held):
-                self._queues.held = False
+            if wire.queued and (sharing.changes != seen or self._queues.holds_back):
+                self._queues.holds_back = False
                 wire.dispatch_queued(now)
             seen = sharing.changes
             if self.app.leads:
                 self._send_changes()
-            self._queues.came.clear()
+            self._queues.request_came.clear()
             if wire.queued:
                 await asyncio.sleep(QUEUED_INTERVAL_S)
             else:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._queues.came.wait(), self._idle_s)
+                    await asyncio.wait_for(self._queues.request_came.wait(), self._idle_s)
 
     async def _end_with(self, ending: Coroutine[Any, Any, None]) -> None:
         await ending
@@ -326,41 +323,41 @@ class ServerProcess:
         self.ended.set()
 
 
-async def serve(index: int, table: int, line: socket.socket, admin: socket.socket) -> int:
+async def serve(index: int, table: int, supervisor: socket.socket, admin: socket.socket) -> int:
     """Serve as one of several processes until told to exit; return the exit status."""
     loop = asyncio.get_running_loop()
     begun: asyncio.Future[Begin | None] = loop.create_future()
-    member: ServerProcess | None = None
+    server: ServerProcess | None = None
     early: list[Message] = []
 
     def handle(message: Message) -> None:
-        if member is not None:
-            member.handle(message)
+        if server is not None:
+            server.handle(message)
         elif isinstance(message, Begin):
             begun.set_result(message)
         else:
             early.append(message)
 
     def lost() -> None:
-        if member is not None:
-            member.drain_without_supervisor()
+        if server is not None:
+            server.drain_without_supervisor()
         elif not begun.done():
             begun.set_result(None)
 
     # A terminal sends Ctrl-C and its hangup to every process; the supervisor decides what happens.
     for number in (signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, _ignore)
-    channel = await Channel.open(line, handle, lost)
+    channel = await Channel.open(supervisor, handle, lost)
     begin = await begun
     if begin is None:
         return EXIT_FAILURE
-    member = ServerProcess(begin, index, table, channel)
-    loop.add_signal_handler(signal.SIGTERM, member.drain)
+    server = ServerProcess(begin, index, table, channel)
+    loop.add_signal_handler(signal.SIGTERM, server.drain)
     for message in early:
         channel.handle(message)
-    await member.run(admin)
+    await server.run(admin)
     channel.close()
-    return EXIT_FAILURE if member.failed else 0
+    return EXIT_FAILURE if server.failed else 0
 
 
 def _ignore() -> None:

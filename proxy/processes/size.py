@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from proxy.config import FleetConfig
 
 MAX_AUTOMATIC_PROCESSES = 8
-CPU_QUOTA_FILE = Path(
-    "/sys/fs/cgroup/cpu.max"
-)  # quota and period in microseconds; the quota may be `max`
+# Quota and period in microseconds; the quota may be `max`.
+CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def process_count(config: FleetConfig) -> int:

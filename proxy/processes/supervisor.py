@@ -273,7 +273,7 @@ class Supervisor:
             self._appoint_leader()
 
     def _appoint_leader(self) -> None:
-        """Appoint a leader: a process that serves if possible, otherwise the first that joined."""
+        """Appoint a leader: a process that serves, or the first that joined."""
         if self._leader is not None or self._ending:
             return
         able = [child for child in self._children.values() if child.joined]
@@ -307,7 +307,7 @@ class Supervisor:
                 self._config, self._keys, self._logs = config, keys, None
                 self._send_all(message, but=child)
             case IpcQuestion():
-                if message.what == "logs":
+                if message.kind == "logs":
                     self._remember_log_settings(message)
                 self._run_in_background(self._ask(child, message))
             case IpcAnswer():
@@ -317,7 +317,7 @@ class Supervisor:
         """Forward changes of workers, unless the process has too much unread."""
         if child.channel.unsent >= MAX_UNSENT_BYTES:
             child.missed = True
-        elif child.missed and not message.all:
+        elif child.missed and not message.complete:
             self._send_to_leader(Joined())  # asks the leader for everything
         else:
             child.missed = False
@@ -337,24 +337,24 @@ class Supervisor:
     async def _ask(self, child: Child, question: IpcQuestion) -> None:
         """Collect the answers of all processes and send them to the sender, the leader's first."""
         number = next(self._numbers)  # senders use their own numbers
-        found = await self.gather(IpcQuestion(number, question.what, question.given))
+        found = await self.gather(IpcQuestion(number, question.kind, question.argument))
         answer: object = [*found.values()]
-        if question.what == "page":
+        if question.kind == "page":
             answer = self._totals.merge(
                 found,
                 number=number,
                 serving=self._serving,
                 restarts=self.restarts,
                 replicas=ALONE if self.replication is None else self.replication.counts,
-                openmetrics=bool(question.given),
+                openmetrics=bool(question.argument),
             )
         child.channel.send(IpcAnswer(question.number, answer))
 
     def _remember_log_settings(self, change: IpcQuestion) -> None:
-        """Remember log settings for processes that start later; send them to starting processes."""
-        requests, levels = change.given
+        """Remember log settings for processes that start."""
+        requests, levels = change.argument
         if self._logs is not None:
-            earlier, others = self._logs.given
+            earlier, others = self._logs.argument
             requests, levels = earlier if requests is None else requests, {**others, **levels}
         self._logs = IpcQuestion(NO_SENDER, "logs", (requests, levels))
         for child in self._children.values():

@@ -91,7 +91,7 @@ class LiveState:
             "clients": sum(counts.clients for counts in counted),
             "queue": {
                 "requests": sum(counts.queue[0] for counts in counted),
-                "limit": router.queue.most,
+                "limit": router.queue.max_requests,
                 "bytes": sum(counts.queue[1] for counts in counted),
             },
             "workers": [_worker(worker, now) for worker in workers],

@@ -26,7 +26,7 @@ PREFILL: Mapping[str, Fields] = {
 
 def prefill_body(connector: Connector, pair: Pair, info: RequestInfo, body: bytes) -> bytes:
     fields = {**PREFILL[info.route], **_id(connector, pair, info), **connector.prefill(pair)}
-    if info.least_output:
+    if info.has_min_tokens:
         fields["min_tokens"] = ONE
     if info.route == "messages" and not connector.is_marked and _may_think_long(info, body):
         fields[THINKING] = None

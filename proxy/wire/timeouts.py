@@ -57,10 +57,10 @@ def decode_timeout_s(lease: Lease, within_s: float) -> float:
 
 def prefill_timeout_s(lease: Lease, least_s: float, usual_s: float) -> float:
     """Return the time limit of a prefill leg: as predicted, or as usual before any measurement."""
-    first, halves = lease.prefill, lease.decision.handover
-    if first is None or halves is None or not first.worker.pace.prefills:
+    first, handover = lease.prefill, lease.decision.handover
+    if first is None or handover is None or not first.worker.pace.prefills:
         return usual_s
-    return min(least_s + LATE_FACTOR * halves.prefill_s, usual_s)
+    return min(least_s + LATE_FACTOR * handover.prefill_s, usual_s)
 
 
 def _late_step_s(lease: Lease) -> float:

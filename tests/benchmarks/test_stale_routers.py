@@ -23,7 +23,7 @@ def seen_elsewhere(age_s: float | None, seconds: float) -> tuple[StaleFleet, lis
     load = Load(30.0, 4.0)
     fleet = make_fleet(Side(2, age_s), load, seed=1)
     fleet.play(make_schedule(load, 1), stopped=lambda: fleet.now >= seconds)
-    known = [worker.elsewhere for router in fleet.routers for worker in router.fleet.roster]
+    known = [worker.remote_load for router in fleet.routers for worker in router.fleet.roster]
     return fleet, known
 
 

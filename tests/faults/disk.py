@@ -43,16 +43,16 @@ class LocalDisk:
         self._batches = batches
 
     async def fill(self) -> None:
-        await self._batches.keeper(_limit, NO_NEW_PAGES)
+        await self._batches.store(_limit, NO_NEW_PAGES)
 
     async def clear(self) -> None:
-        await self._batches.keeper(_limit, UNLIMITED_PAGES)
+        await self._batches.store(_limit, UNLIMITED_PAGES)
 
     async def fill_until_noticed(self, within_s: float) -> None:
         """Fill the disk until the batches have paused for it."""
-        lane = self._batches.lane
+        scheduler = self._batches.scheduler
         await self.fill()
-        await eventually(lambda: "is full" in lane.paused, within=within_s)
+        await eventually(lambda: "is full" in scheduler.paused, within=within_s)
         await self.clear()
 
 

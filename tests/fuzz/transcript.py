@@ -143,7 +143,7 @@ def forms(count: int) -> Iterator[object]:
     for form in cut + changed:
         try:
             named = [
-                find_forbidden_in_form(form, FORM_TYPE, tenants=tenants, may=ClientFields())
+                find_forbidden_in_form(form, FORM_TYPE, tenants=tenants, allowed=ClientFields())
                 for tenants in (False, True)
             ]
             yield named, form_fields(form, FORM_TYPE), plain_model(form, FORM_TYPE)

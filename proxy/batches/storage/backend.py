@@ -17,13 +17,13 @@ class Rows(Protocol):
     def fetchall(self) -> list[Any]: ...
 
 
-class Part(NamedTuple):
-    """Which part of the batches' work this process does."""
+class BatchDuties(NamedTuple):
+    """What this process does for the batches of a store."""
 
-    runs: bool  # it sends lines
+    sends_lines: bool
     leads: bool  # it validates, ends and deletes
     session: int  # another number: others may have led since
-    lost: bool  # others may run the lines that it had
+    lost_claims: bool  # others may run the lines that it had
     replaced: bool = False  # the database is another one
 
 
@@ -52,8 +52,8 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raise `DiskError` unless the database can be used."""
 
-    def renew_part(self) -> Part:
-        """Return this process's part, and keep its claims."""
+    def renew_duties(self) -> BatchDuties:
+        """Return this process's duties, and renew its claims."""
 
     def has_led_since(self, session: int) -> bool:
         """Return True if this process has led since this session."""

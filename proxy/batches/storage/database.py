@@ -17,8 +17,8 @@ LARGE_BYTES = 4 << 20  # deleted in one transaction, except for a single larger 
 
 class StoreLimits(NamedTuple):
     bytes: int = sys.maxsize
-    bytes_each: int = sys.maxsize  # per tenant
-    active_each: int = sys.maxsize  # batches per tenant
+    bytes_per_tenant: int = sys.maxsize
+    active_per_tenant: int = sys.maxsize  # batches
 
 
 Base = TypeVar("Base", bound="Database")
@@ -41,10 +41,10 @@ def frees_room(
 class Database:
     """The queries that files and batches share, on one connection."""
 
-    def __init__(self, backend: Backend, keep_s: float, bounds: StoreLimits | None = None) -> None:
+    def __init__(self, backend: Backend, keep_s: float, limits: StoreLimits | None = None) -> None:
         self.backend = backend
         self.keep_s = keep_s
-        self.bounds = bounds or StoreLimits()
+        self.limits = limits or StoreLimits()
 
     def close(self) -> None:
         self.backend.close()
@@ -52,29 +52,30 @@ class Database:
     def shrink(self) -> bool:
         return self.backend.shrink()
 
-    def _used(self) -> dict[str, int]:
+    def _used_bytes(self) -> dict[str, int]:
         return dict(self.backend.execute("SELECT tenant, bytes FROM used").fetchall())
 
-    def full(self) -> set[str]:
+    def full_tenants(self) -> set[str]:
         """Return the tenants at their limit; all if the total is."""
-        max_all, max_each, _ = self.bounds
-        used = self._used()
-        over = sum(used.values()) >= max_all
-        return {tenant for tenant, size in used.items() if over or size >= max_each}
+        limits, used = self.limits, self._used_bytes()
+        is_full = sum(used.values()) >= limits.bytes
+        return {
+            tenant for tenant, size in used.items() if is_full or size >= limits.bytes_per_tenant
+        }
 
     def _check_bytes(self, tenant: str, more: int) -> None:
-        max_all, max_each, _ = self.bounds
-        used = self._used()
-        if (own := used.get(tenant, 0)) + more > max_each:
+        limits, used = self.limits, self._used_bytes()
+        own, total = used.get(tenant, 0), sum(used.values())
+        if own + more > limits.bytes_per_tenant:
             raise TenantLimitError(
-                f"Your files and results have {own} bytes; the limit is {max_each}. "
+                f"Your files and results have {own} bytes; the limit is {limits.bytes_per_tenant}. "
                 "Delete files that you no longer need.",
                 later=False,
             )
-        if (every := sum(used.values())) + more > max_all:
+        if total + more > limits.bytes:
             raise StoreFullError(
-                f"files and results have {every} bytes; router.batches.max_bytes is "
-                f"{max_all}; raise it, or lower keep_days"
+                f"files and results have {total} bytes; router.batches.max_bytes is "
+                f"{limits.bytes}; raise it, or lower keep_days"
             )
 
     def _page(

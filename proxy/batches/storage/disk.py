@@ -53,7 +53,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        if (named := _of_sqlite(folder, error)) is None:
+        if (named := _disk_error_for(folder, error)) is None:
             raise
         raise named from None
     except OSError as error:
@@ -75,7 +75,7 @@ def moved_or_removed(folder: Path) -> DiskError:
     )
 
 
-def _of_sqlite(folder: Path, error: sqlite3.Error) -> DiskError | None:
+def _disk_error_for(folder: Path, error: sqlite3.Error) -> DiskError | None:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     if code & PRIMARY == sqlite3.SQLITE_FULL:
         return no_room(folder)
@@ -100,7 +100,7 @@ class DiskRoom:
         self._folder = folder
         self._reserve = folder / RESERVE
         self._run = connection.execute
-        self._renew()
+        self._refill_reserve()
 
     @property
     def is_short(self) -> bool:
@@ -142,11 +142,11 @@ class DiskRoom:
         finally:
             self._run(f"PRAGMA wal_autocheckpoint = {pages}")
             self._run(f"PRAGMA secure_delete = {ERASES[erases]}")
-            self._renew()
+            self._refill_reserve()
 
     def retry_when_full(self, do: Callable[[], Got]) -> Got:
         """Call `do`; on a full disk retry with the reserve released, then with the log emptied."""
-        for make_room in (self._spend, self._empty_log):
+        for make_room in (self._release_reserve, self._empty_log):
             try:
                 return do()
             except StoreFullError:
@@ -162,16 +162,16 @@ class DiskRoom:
             with suppress(sqlite3.Error):
                 self._run("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _spend(self) -> None:
+    def _release_reserve(self) -> None:
         with suppress(OSError):
             os.truncate(self._reserve, 0)
 
-    def _renew(self) -> None:
+    def _refill_reserve(self) -> None:
         with suppress(OSError), self._reserve.open("ab", buffering=0) as file:
             file.write(bytes(max(RESERVE_BYTES - file.tell(), 0)))
 
 
-def place_of(folder: Path) -> tuple[int, int] | None:
+def database_identity(folder: Path) -> tuple[int, int] | None:
     """Return the device and inode of a folder's database; None if it is missing."""
     try:
         found = (folder / DATABASE).stat()

@@ -51,7 +51,7 @@ class FileStore(Database):
     def delete_file(self, tenant: str, file_id: str) -> bool:
         """Delete a file; return False if it does not exist."""
         with self.backend.writing():
-            if self._is_read(file_id):
+            if self._is_active_input(file_id):
                 raise InUseError(f"An active batch reads {file_id}; cancel the batch first.")
             file = self.file(tenant, file_id)
             if file is None:
@@ -64,7 +64,7 @@ class FileStore(Database):
         return True
 
     @frees_room
-    def empty_file(self, file: File, after: int) -> int | None:
+    def delete_results_after(self, file: File, after: int) -> int | None:
         """Delete some of an output file's results, after line number `after`.
 
         Returns the last deleted number. Returns None if few results are left, which `delete_file`
@@ -84,14 +84,14 @@ class FileStore(Database):
             )
         return numbers[-1]
 
-    def _is_read(self, file_id: str) -> bool:
+    def _is_active_input(self, file_id: str) -> bool:
         found = self.backend.execute(
             f"SELECT 1 FROM batches WHERE input = ? AND {IS_ACTIVE}",  # noqa: S608
             (file_id,),
         )
         return found.fetchone() is not None
 
-    def piece(self, file: File, at: int) -> tuple[bytes, int]:
+    def read_piece(self, file: File, at: int) -> tuple[bytes, int]:
         """Return the next part of a file and the position after it."""
         if file.batch is None:
             content = self._content(file.id, at, min(PIECE_BYTES, file.bytes - at))
@@ -112,7 +112,7 @@ class FileStore(Database):
     def _content(self, file_id: str, start: int, size: int) -> bytes:
         return self.backend.contents(file_id, [(start, size)])[0]
 
-    def _outdated(self, now: float, since: float) -> list[str]:
+    def _expired_files(self, now: float, since: float) -> list[str]:
         rows = self.backend.execute(
             "SELECT id, coalesce(length(content), 0) FROM files WHERE "  # noqa: S608
             "(expires < ? OR created < ?) AND id NOT IN "

@@ -47,7 +47,7 @@ def migrate(folder: Path, url: str, password_file: Path | None = None) -> Counts
 
 
 def _copy(source: SqliteBackend, target: PostgresBackend, folder: Path) -> Counts:
-    if not source.renew_part().runs:
+    if not source.renew_duties().sends_lines:
         raise ProxyError(f"{folder}: a router uses it; stop the router first")
     if target.execute("SELECT pg_try_advisory_lock(?)", (LEAD,)).fetchone() != (True,):
         raise ProxyError("a router uses the database; stop the router first")

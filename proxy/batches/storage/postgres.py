@@ -15,7 +15,7 @@ from select import POLLIN, poll
 from time import monotonic
 from typing import Any
 
-from proxy.batches.storage.backend import Backend, Part, Row
+from proxy.batches.storage.backend import Backend, BatchDuties, Row
 from proxy.batches.storage.rows import new_id, placeholders
 from proxy.batches.storage.schema import SCHEMA, UNSAVED, VERSION, postgres_tables
 from proxy.batches.types import DiskError, StoreFullError
@@ -99,7 +99,7 @@ class ServerDownError(DiskError):
 
 
 class PostgresBackend(Backend):
-    """One connection to a database, which is opened again when it is lost.
+    """One connection to a database, opened again when it is lost.
 
     The server's autovacuum uses free space again.
     """
@@ -109,11 +109,11 @@ class PostgresBackend(Backend):
     def __init__(self, url: str, password_file: Path | None = None) -> None:
         self._url = url
         self._password_file = password_file
-        self._place = f"{SETTING}: {without_password(url)}"
+        self._error_prefix = f"{SETTING}: {without_password(url)}"
         self._id = new_id("vllm-sched_")
         self._connection: psycopg.Connection[Any] | None = None
         self._failed = DiskError("")
-        self._retry_at = self._renewed = -inf
+        self._retry_at = self._renewed_at = -inf
         self._session = 0
         self._leads = self._joined = self._lost = False
         with suppress(ServerDownError), self.errors():
@@ -132,9 +132,9 @@ class PostgresBackend(Backend):
                 self._failed, self._retry_at = error, monotonic() + RECONNECT_S
                 raise
             self._session += 1
-            self._renewed = -inf
-        if self._joined and monotonic() >= self._renewed + RENEW_S:
-            self._renew()
+            self._renewed_at = -inf
+        if self._joined and monotonic() >= self._renewed_at + RENEW_S:
+            self._renew_lease()
 
     def _is_connected(self) -> bool:
         connection = self._connection
@@ -158,7 +158,7 @@ class PostgresBackend(Backend):
             file = self._password_file
             raise DiskError(f"{SETTING}_password_file: {str(file)!r}: {error}") from None
         except (OSError, UnicodeError) as error:
-            raise DiskError(f"{self._place}: {error}") from None
+            raise DiskError(f"{self._error_prefix}: {error}") from None
         except psycopg.Error as error:
             kind = DiskError
             if isinstance(error, psycopg.OperationalError):
@@ -167,7 +167,7 @@ class PostgresBackend(Backend):
             text = str(error)
             for secret in (self._url, str(options.get("password") or self._url)):
                 text = text.replace(secret, "***")
-            raise kind(f"{self._place}: {' '.join(text.split())}") from None
+            raise kind(f"{self._error_prefix}: {' '.join(text.split())}") from None
         try:
             self._prepare(connection)
         except BaseException:
@@ -180,9 +180,9 @@ class PostgresBackend(Backend):
         info = connection.info
         if info.server_version < MIN_VERSION:
             version = f"{info.server_version // 10000}.{info.server_version % 10000}"
-            raise DiskError(f"{self._place}: PostgreSQL {version}; 13 or newer is needed")
+            raise DiskError(f"{self._error_prefix}: PostgreSQL {version}; 13 or newer is needed")
         if (encoding := info.parameter_status("server_encoding")) != "UTF8":
-            raise DiskError(f"{self._place}: its encoding is {encoding}; UTF8 is needed")
+            raise DiskError(f"{self._error_prefix}: its encoding is {encoding}; UTF8 is needed")
         connection.adapters.register_dumper(str, EscapingDumper)
         connection.adapters.register_loader("text", EscapingLoader)
         connection.execute(SESSION)
@@ -198,7 +198,7 @@ class PostgresBackend(Backend):
         row = connection.execute("SELECT max(version) FROM versions").fetchone()
         if row != (VERSION,):
             raise DiskError(
-                f"{self._place}: written by another release (schema {row and row[0]}, not "
+                f"{self._error_prefix}: written by another release (schema {row and row[0]}, not "
                 f"{VERSION}); give another database"
             )
 
@@ -208,7 +208,7 @@ class PostgresBackend(Backend):
             yield
         except psycopg.Error as error:
             state = error.sqlstate or ""
-            text = f"{self._place}: {' '.join(str(error).split())}"
+            text = f"{self._error_prefix}: {' '.join(str(error).split())}"
             if state == DISK_FULL:
                 raise StoreFullError(text) from None
             if not state and isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
@@ -281,17 +281,19 @@ class PostgresBackend(Backend):
 
     # Claims
 
-    def renew_part(self) -> Part:
+    def renew_duties(self) -> BatchDuties:
         self.check()
         if not self._joined:
-            self._renew()
+            self._renew_lease()
         lost, self._lost = self._lost, False
-        return Part(runs=True, leads=self._leads, session=self._session, lost=lost)
+        return BatchDuties(
+            sends_lines=True, leads=self._leads, session=self._session, lost_claims=lost
+        )
 
     def has_led_since(self, session: int) -> bool:
         return self._leads and session == self._session
 
-    def _renew(self) -> None:
+    def _renew_lease(self) -> None:
         with self.connection.transaction():
             if not self.execute(RENEW, (LEASE_S, self._id)).rowcount:
                 self._lost = self._joined  # others freed the lines
@@ -302,7 +304,7 @@ class PostgresBackend(Backend):
         if not self._leads:
             row = self.execute("SELECT pg_try_advisory_lock(?)", (LEAD,)).fetchone()
             self._leads = row == (True,)
-        self._joined, self._renewed = True, monotonic()
+        self._joined, self._renewed_at = True, monotonic()
 
     def claiming(self) -> AbstractContextManager[object]:
         return self.connection.transaction()

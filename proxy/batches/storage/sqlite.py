@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from proxy.batches.storage.backend import Backend, Part, Row
+from proxy.batches.storage.backend import Backend, BatchDuties, Row
 from proxy.batches.storage.disk import (
     DATABASE,
     SETTING,
     DiskRoom,
+    database_identity,
     disk_errors,
     moved_or_removed,
-    place_of,
 )
 from proxy.batches.storage.lock import FolderLock
 from proxy.batches.storage.rows import placeholders
@@ -42,12 +42,12 @@ class SqliteBackend(Backend):
 
     def _open(self) -> None:
         self.connection = connect(self._path)
-        self._place = place_of(self._path)
+        self._identity = database_identity(self._path)
         self.room = DiskRoom(self._path, self.connection)
 
     @property
     def is_in_place(self) -> bool:
-        return self._place is not None and place_of(self._path) == self._place
+        return self._identity is not None and database_identity(self._path) == self._identity
 
     def execute(self, sql: str, values: Row = ()) -> sqlite3.Cursor:
         return self.connection.execute(sql, values)
@@ -88,14 +88,14 @@ class SqliteBackend(Backend):
         self._lock.release()
         return True
 
-    def renew_part(self) -> Part:
+    def renew_duties(self) -> BatchDuties:
         replaced = self._reopen()
         if lost := self._lock.is_lost:
             self._lock.release()
         if not self._lock.is_held:
             self._session += 1
         leads = self._lock.acquire()
-        return Part(leads, leads, self._session, lost, replaced)
+        return BatchDuties(leads, leads, self._session, lost, replaced)
 
     def has_led_since(self, session: int) -> bool:
         return self._lock.is_held and session == self._session

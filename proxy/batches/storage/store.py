@@ -57,7 +57,7 @@ class Store(FileStore):
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND {IS_ACTIVE}",  # noqa: S608
                 (batch.tenant,),
             ).fetchone()
-            if active >= self.bounds.active_each:
+            if active >= self.limits.active_per_tenant:
                 raise TenantLimitError(
                     f"You have {active} active batches, which is the limit. Retry when a "
                     "batch has ended, or cancel a batch.",
@@ -75,18 +75,18 @@ class Store(FileStore):
         return [batch_of(row) for row in rows]
 
     @frees_room
-    def cancel(self, tenant: str, batch_id: str, now: float) -> Batch | None:
+    def cancel_batch(self, tenant: str, batch_id: str, now: float) -> Batch | None:
         """Set a running batch to `cancelling`; leave other statuses unchanged."""
         with self.backend.writing():
             batch = self.batch(tenant, batch_id)
             if batch is not None and batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
-                self._move(batch, Status.CANCELLING, now)
+                self._set_status(batch, Status.CANCELLING, now)
         return batch
 
-    def active(self) -> list[Batch]:
+    def active_batches(self) -> list[Batch]:
         return self._batches(f"{IS_ACTIVE} ORDER BY rowid")
 
-    def _move(self, batch: Batch, status: Status, now: float) -> None:
+    def _set_status(self, batch: Batch, status: Status, now: float) -> None:
         batch.status = status
         batch.at[status] = now
         row = row_of(batch)
@@ -101,15 +101,15 @@ class Store(FileStore):
 
     # Lines
 
-    def input(self, batch: Batch, at: int, size: int) -> bytes:
+    def read_input(self, batch: Batch, at: int, size: int) -> bytes:
         return self._content(batch.input, at, size)
 
-    def forget_lines(self, batch: Batch) -> bool:
+    def delete_lines(self, batch: Batch) -> bool:
         """Delete some of a batch's lines; return True if there are more."""
         with self.backend.writing():
-            return self._forget_lines(batch)
+            return self._delete_some_lines(batch)
 
-    def _forget_lines(self, batch: Batch) -> bool:
+    def _delete_some_lines(self, batch: Batch) -> bool:
         gone = self.backend.execute(
             "DELETE FROM lines WHERE batch = ? AND number IN "
             "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
@@ -125,25 +125,25 @@ class Store(FileStore):
                 [(batch.id, x.number, x.custom_id, x.model, x.start, x.size) for x in lines],
             )
 
-    def begin(self, batch: Batch, total: int, now: float) -> bool:
+    def start_batch(self, batch: Batch, total: int, now: float) -> bool:
         """Start a validated batch; return False if it was cancelled."""
-        return self._finish_batch(batch, Status.IN_PROGRESS, now, total=total)
+        return self._end_validation(batch, Status.IN_PROGRESS, now, total=total)
 
-    def refuse(self, batch: Batch, complaints: list[InputProblem], now: float) -> bool:
+    def refuse_batch(self, batch: Batch, complaints: list[InputProblem], now: float) -> bool:
         """Fail a batch with an invalid input; return False if it was cancelled."""
-        return self._finish_batch(batch, Status.FAILED, now, complaints=complaints)
+        return self._end_validation(batch, Status.FAILED, now, complaints=complaints)
 
-    def _finish_batch(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
+    def _end_validation(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
         with self.backend.writing():
             found = self._batches("id = ?", (batch.id,))
             if not found or found[0].status is not Status.VALIDATING:
                 return False
             for name, value in changes.items():
                 setattr(found[0], name, value)
-            self._move(found[0], status, now)
+            self._set_status(found[0], status, now)
         return True
 
-    def jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
+    def next_jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
         """Return the next lines without a result, after line number `after`."""
         with self.backend.claiming():
             lines = self.backend.lines(batch.id, after, limit, FETCH_BYTES)
@@ -154,17 +154,17 @@ class Store(FileStore):
             for (number, custom_id, model, *_), body in zip(lines, bodies, strict=True)
         ]
 
-    def release(self, batch: Batch, numbers: Sequence[int]) -> None:
+    def release_lines(self, batch: Batch, numbers: Sequence[int]) -> None:
         """Let other processes run these lines."""
         self.backend.release_lines(batch.id, numbers)
 
-    def release_except(self, known: Collection[tuple[str, int]]) -> None:
+    def release_other_lines(self, known: Collection[tuple[str, int]]) -> None:
         """Release claimed lines, except known ones."""
         for line in self.backend.claimed_lines():
             if line not in known:
                 self.backend.release_lines(line[0], line[1:])
 
-    def save(self, results: Sequence[LineResult]) -> None:
+    def save_results(self, results: Sequence[LineResult]) -> None:
         """Store results of active batches; a line's first result is kept."""
         with self.backend.writing():
             ids = list({result.batch for result in results})
@@ -201,7 +201,7 @@ class Store(FileStore):
             self._save(error_result(job, code, message) for job in left)
         return left[-1].number if len(left) == MAX_LINES else None
 
-    def end(self, batch_id: str, status: Status, now: float) -> None:
+    def end_batch(self, batch_id: str, status: Status, now: float) -> None:
         """End a batch whose lines are deleted, and create the output files."""
         with self.backend.writing():
             (batch,) = self._batches("id = ?", (batch_id,))
@@ -209,7 +209,7 @@ class Store(FileStore):
             batch.error = self._create_result_file(batch, now, ok=False)
             if status is Status.COMPLETED:
                 batch.at[Status.FINALIZING] = now
-            self._move(batch, status, now)
+            self._set_status(batch, status, now)
 
     def _lines_left(self, batch: Batch, after: int) -> list[LineJob]:
         rows = self.backend.execute(
@@ -247,9 +247,9 @@ class Store(FileStore):
         with self.backend.writing():
             over = self._batches(f"NOT {IS_ACTIVE} AND expires < ? LIMIT 1", (since,))
             if over:
-                self._forget(over[0])
+                self._delete_part_of(over[0])
                 return True
-            if files := self._outdated(now, since):
+            if files := self._expired_files(now, since):
                 self.backend.execute(
                     f"DELETE FROM files WHERE id IN ({placeholders(files)})",  # noqa: S608
                     files,
@@ -257,8 +257,8 @@ class Store(FileStore):
                 return True
         return self.shrink()
 
-    def _forget(self, batch: Batch) -> None:
-        if self._forget_lines(batch):
+    def _delete_part_of(self, batch: Batch) -> None:
+        if self._delete_some_lines(batch):
             return
         numbers, more = self._first_results("batch = ?", (batch.id,))
         if numbers:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
-from proxy.batches.storage.backend import Backend, Part
+from proxy.batches.storage.backend import Backend, BatchDuties
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store import Store
 from proxy.errors import ProxyError
@@ -17,41 +17,41 @@ Got = TypeVar("Got")
 
 
 class StoreThread:
-    def __init__(self, backend: Callable[[], Backend], keep_s: float, bounds: StoreLimits) -> None:
+    def __init__(self, backend: Callable[[], Backend], keep_s: float, limits: StoreLimits) -> None:
         self._backend = backend
         self._keep_s = keep_s
-        self._bounds = bounds
+        self._limits = limits
         self._store: Store | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     async def open(self) -> None:
         """Open the store; raise `ProxyError` on failure."""
         backend = await asyncio.get_running_loop().run_in_executor(self._thread, self._backend)
-        self._store = Store(backend, self._keep_s, self._bounds)
+        self._store = Store(backend, self._keep_s, self._limits)
 
     @property
     def is_shared(self) -> bool:
-        return self._open_store().backend.is_shared
+        return self._opened_store().backend.is_shared
 
-    async def renew_part(self) -> Part:
-        """Return this process's part; open the database anew if it was replaced or lost."""
-        backend = self._open_store().backend
+    async def renew_duties(self) -> BatchDuties:
+        """Return this process's duties; open the database anew if it was replaced or lost."""
+        backend = self._opened_store().backend
 
-        def do() -> Part:
+        def do() -> BatchDuties:
             with backend.errors():
-                return backend.renew_part()
+                return backend.renew_duties()
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, do)
 
-    def _open_store(self) -> Store:
+    def _opened_store(self) -> Store:
         if self._store is None:
             raise ProxyError("the batch store is closed")
         return self._store
 
-    def keep_for(self, keep_s: float, bounds: StoreLimits) -> None:
-        self._keep_s, self._bounds = keep_s, bounds
+    def keep_for(self, keep_s: float, limits: StoreLimits) -> None:
+        self._keep_s, self._limits = keep_s, limits
         if (store := self._store) is not None:
-            store.keep_s, store.bounds = keep_s, bounds
+            store.keep_s, store.limits = keep_s, limits
 
     async def close(self) -> None:
         """Close the store after pending operations."""
@@ -67,12 +67,12 @@ class StoreThread:
         **named: Given.kwargs,
     ) -> Got:
         """Run an operation: `await store(Store.add_file, tenant, ...)`; raises `DiskError`."""
-        self._open_store()
+        self._opened_store()
         loop = asyncio.get_running_loop()
         todo = [lambda store: what(store, *args, **named)]
 
         def do() -> Got:
-            store = self._open_store()
+            store = self._opened_store()
             with store.backend.errors():
                 store.backend.check()
                 got = todo.pop()(store)

@@ -32,7 +32,7 @@ class Fleet:
     ) -> None:
         self.roster = Roster(clock)
         self.health = WorkerHealth(self.roster, down_after, up_after)
-        self.large_changes = 0  # starts and ends of large prefills
+        self.large_prefill_changes = 0  # starts and ends of large prefills
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(
@@ -59,7 +59,7 @@ class Fleet:
         info, worker, prefill = lease.info, lease.worker, lease.prefill_tokens
         pace = worker.pace
         # remote prefills may appear late
-        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens
+        idle = worker.prefill_tokens == worker.remote_load.prefill_tokens
         before = worker.prefill_tokens + worker.foreign_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
@@ -86,7 +86,7 @@ class Fleet:
         if lease.info.long:
             worker.long_tokens += sign * tokens
         if tokens >= LARGE_PREFILL_TOKENS:
-            self.large_changes += 1
+            self.large_prefill_changes += 1
 
     # Hand-overs
 
@@ -101,13 +101,13 @@ class Fleet:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = info.prompt_tokens - cached or 1
-        before = Lease(info, attempts, decision, first, now, prefill, 0, info.prompt_tokens)
-        self._charge_prefill(before, now)
+        prefill_leg = Lease(info, attempts, decision, first, now, prefill, 0, info.prompt_tokens)
+        self._charge_prefill(prefill_leg, now)
         self.roster.load_changed(first)
         worker = decision.worker
         decode = info.expected_output * info.samples
         lease = Lease(info, attempts, decision, worker, now, 0, decode, info.prompt_tokens + decode)
-        lease.prefill, lease.sent = before, False
+        lease.prefill, lease.sent = prefill_leg, False
         worker.served = next(self.roster.numbers)
         worker.requests += 1
         worker.decode_tokens += decode
@@ -118,20 +118,20 @@ class Fleet:
 
     def hand_over(self, lease: Lease, now: float) -> None:
         """Release the prefill leg and start the decode leg."""
-        first, handover = lease.prefill, lease.decision.handover
-        if first is None or handover is None or first.released or lease.released:
+        prefill_leg, handover = lease.prefill, lease.decision.handover
+        if prefill_leg is None or handover is None or prefill_leg.released or lease.released:
             return
-        worker = first.worker
+        worker = prefill_leg.worker
         worker.note_progress(now)
         if now >= worker.pace.first_due:
-            worker.pace.learn_length(first.info.prompt_tokens)
-            self._learn_first_token(first, handover.cached_tokens, now)
+            worker.pace.learn_length(prefill_leg.info.prompt_tokens)
+            self._learn_first_token(prefill_leg, handover.cached_tokens, now)
         if handover.tokens:
             lease.pins = True
             worker.pinned += 1
             lease.worker.written += handover.tokens
-        worker.written += first.prefill_tokens
-        self.release(first)
+        worker.written += prefill_leg.prefill_tokens
+        self.release(prefill_leg)
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
         lease.charged_at = now
@@ -189,10 +189,10 @@ class Fleet:
     def start_due_decodes(self, now: float) -> None:
         """Count silent requests as decoding once their first token is due.
 
-        Take in the charges of other processes.
+        Read the charges of other processes first.
         """
-        if (others := self.roster.others) is not None:
-            others.take_in_charges(now)
+        if (others := self.roster.remote_load) is not None:
+            others.read_remote_charges(now)
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]
@@ -222,8 +222,9 @@ class Fleet:
             return
         info, worker = lease.info, lease.worker
         # The time may include a wait for a slot.
-        stood = worker.role is Role.DECODE and worker.queued_before
-        if now >= worker.pace.first_due and (info.stream or not info.generates) and not stood:
+        may_have_waited = worker.role is Role.DECODE and worker.queued_before
+        shows_first_token = info.stream or not info.generates
+        if now >= worker.pace.first_due and shows_first_token and not may_have_waited:
             self._learn_first_token(lease, lease.decision.cached_tokens, now)
         self._end_prefill(lease, now)
 

@@ -111,9 +111,8 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
         worker.kv_spare = max(charged - int(estimate), 0)
     elif gauges.kv_usage > KV_FULL:
         there = max(gauges.running + gauges.waiting, 1)
-        estimate = (
-            inside * (1.0 + queued / max(gauges.running, 1)) * min(worker.sequences / there, 1.0)
-        )
+        with_queue = inside * (1.0 + queued / max(gauges.running, 1))
+        estimate = with_queue * min(worker.sequences / there, 1.0)
         most = charged + saved * (1.0 - max(worker.pace.missing, worker.kv_apart))
         worker.kv_spare = min(charged - int(min(estimate, most)), 0)
     worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)

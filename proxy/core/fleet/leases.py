@@ -43,7 +43,7 @@ class Attempts:
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
     retry_at: float = 0.0
-    whole: str = ""  # why it can be split no more
+    why_whole: str = ""  # why it can be split no more
     enlarged: RequestInfo | None = None  # once a worker was too small
     moved: bool = False  # off a worker that had not failed it
     continues: bool = False  # with the output so far
@@ -63,7 +63,6 @@ class Attempts:
         return takes_output and worker not in self.tried
 
     def may_try_now(self, worker: Worker, now: float) -> bool:
-        """Return whether a worker may be tried now."""
         return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
 
     def after(self, failure: LegFailure, leg: Worker, now: float) -> Attempts:
@@ -108,8 +107,8 @@ class Decision:
     scores: tuple[Score, ...] = ()  # kept on request only
     cached_tokens: int = 0  # expected on the worker
     handover: HandoverDecision | None = None
-    whether: str = ""  # why it is handed over or not
-    whole: str = ""  # why this and later attempts do not split it
+    verdict: str = ""  # why it is handed over or not
+    why_whole: str = ""  # why this and later attempts do not split it
     turn: str = ""  # of its session
 
     @property
@@ -176,5 +175,5 @@ class Lease:
 
     @property
     def running_leg(self) -> Lease:
-        first = self.prefill
-        return self if first is None or first.released else first
+        prefill_leg = self.prefill
+        return self if prefill_leg is None or prefill_leg.released else prefill_leg

@@ -18,19 +18,19 @@ from proxy.core.fleet.worker_load import WorkerLoad
 class RemoteLoad(Protocol):
     """The other router processes."""
 
-    def take_in_charges(self, now: float) -> None:
-        """Take in their charges."""
+    def read_remote_charges(self, now: float) -> None:
+        """Apply their charges to the workers."""
 
     def publish_soon(self, worker: Worker) -> None:
         """Publish a worker's change soon."""
 
     def is_filled_by_others(self, worker: Worker, now: float) -> bool:
-        """Return whether remote charges fill a chosen worker; then take them in."""
+        """Return whether remote charges fill a chosen worker; then apply them."""
 
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
     """Return this process's charges in the order of `WorkerLoad`."""
-    remote = worker.elsewhere
+    remote = worker.remote_load
     return (
         worker.requests - remote[0],
         worker.sequences - remote[1],
@@ -51,7 +51,7 @@ def own(worker: Worker) -> WorkerLoad:
 
 
 def set_remote_load(worker: Worker, load: WorkerLoad, now: float) -> None:
-    before, worker.elsewhere = worker.elsewhere, load
+    before, worker.remote_load = worker.remote_load, load
     if grown := _replace_load(worker, before, load):
         token_s = worker.pace.token_s
         if grown > 0:

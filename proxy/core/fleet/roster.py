@@ -36,7 +36,7 @@ class Roster:
         # Names a placed request in its worker's journal.
         self.name_prefix: Callable[[Worker, RequestInfo], None] | None = None
         self.by_index: dict[int, Worker] = {}
-        self.others: RemoteLoad | None = None  # other processes
+        self.remote_load: RemoteLoad | None = None  # other processes
         self.unpublished: set[Worker] = set()  # with changes that other processes do not see yet
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
@@ -183,7 +183,7 @@ class Roster:
             self._left[worker.url] = worker
 
     def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
-        others = self.others
+        others = self.remote_load
         return (
             others is not None
             and worker.most != NO_LIMIT
@@ -290,7 +290,7 @@ class Roster:
                 worker.key = key
                 for group in worker.ranked_in:
                     group.put(worker)
-        others = self.others
+        others = self.remote_load
         if others is not None and (worker not in self.unpublished or worker.most != NO_LIMIT):
             others.publish_soon(worker)
         if self.leaving and worker in self.leaving:

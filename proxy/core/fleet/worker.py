@@ -96,7 +96,7 @@ class Worker:
     worked_at: float = -inf  # when its page last showed progress
     free_at: float = 0.0  # when its prefills are done
     due_at: float = 0.0  # next progress is due
-    elsewhere: WorkerLoad = NO_LOAD  # by other processes, included above
+    remote_load: WorkerLoad = NO_LOAD  # by other processes, included above
     inherited: WorkerLoad = NO_LOAD  # by its predecessor, included above
     successor: Worker | None = None  # new worker at its address after removal
 
@@ -177,7 +177,6 @@ class Worker:
 
     @property
     def can_prefill(self) -> bool:
-        """Return whether it may prefill for others."""
         return self.up and not self.draining and self.role is Role.PREFILL
 
     @property
@@ -265,9 +264,8 @@ class Worker:
     def note_progress(self, now: float) -> None:
         """Note progress, or a first prefill."""
         pace = self.pace
-        self.due_at = (
-            now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.foreign_tokens)
-        )
+        tokens = self.prefill_tokens + self.foreign_tokens
+        self.due_at = now + pace.fixed_s + pace.token_s * tokens
         if self.successor is not None:
             self.successor.note_progress(now)
 

@@ -33,19 +33,9 @@ PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 class LatencyModel:
     __slots__ = (
-        "base_s",
-        "each_s",
-        "end_due",
-        "first_due",
-        "fixed_s",
-        "length",
-        "missing",
-        "passing",
-        "prefills",
-        "seen_at",
-        "steps",
-        "token_s",
-    )
+        "base_s", "each_s", "end_due", "first_due", "fixed_s", "length", "missing", "passing",
+        "prefills", "seen_at", "steps", "token_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.fixed_s = FIXED_S

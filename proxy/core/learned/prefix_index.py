@@ -52,10 +52,10 @@ class PrefixIndex:
         self._seeds: dict[str, int] = {}
         self._ending: list[tuple[tuple[int, ...], int]] = []
         self._ended: list[tuple[tuple[int, ...], int]] = []  # before the last call
-        # Publishes records to other processes.
-        self.others_record: Callable[[tuple[int, ...], int], None] | None = None
-        # Records what other processes sent that begins with a block.
-        self.read_others: Callable[[int], None] | None = None
+        # Reports records to other processes.
+        self.report_prefix: Callable[[tuple[int, ...], int], None] | None = None
+        # Records prompts of other processes that begin with a block.
+        self.record_remote_prompts: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         return self._sent.hashes + len(self._new) + len(self._old)
@@ -72,9 +72,8 @@ class PrefixIndex:
                 self._seeds[model] = seed
         if blocks == 1:
             return (xxh3_64_intdigest(body[start : start + BLOCKS[0]], seed),)
-        view = (
-            body if blocks < MAX_COPIED_BLOCKS else memoryview(body)
-        )  # copying a little is cheaper
+        # Copying a little is cheaper.
+        view = body if blocks < MAX_COPIED_BLOCKS else memoryview(body)
         chain = []
         for size in BLOCKS[:blocks]:
             seed = xxh3_64_intdigest(view[start : start + size], seed)
@@ -84,8 +83,8 @@ class PrefixIndex:
 
     def matches(self, hashes: tuple[int, ...]) -> Matches:
         """Return the deepest matches first."""
-        if hashes and self.read_others is not None:
-            self.read_others(hashes[0])
+        if hashes and self.record_remote_prompts is not None:
+            self.record_remote_prompts(hashes[0])
         sent = self._sent.matches(hashes, self._followed)
         if not (self._resident or self._new or self._old):
             return sent
@@ -177,8 +176,8 @@ class PrefixIndex:
             self.expect(hashes, worker)
         elif not self._sent.record(hashes, worker):
             return
-        if self.others_record is not None:
-            self.others_record(hashes, worker)
+        if self.report_prefix is not None:
+            self.report_prefix(hashes, worker)
 
     def follow(self, worker: int) -> None:
         """Expect blocks on a worker until its journal reports them."""

@@ -117,8 +117,8 @@ class Sessions:
 
     def __init__(self, most: int = MAX_SESSIONS) -> None:
         self.turns: dict[tuple[str, str], int] = {}  # by model and `Turn`
-        # Publishes turns.
-        self.others_record: Callable[[Session, Visit], None] | None = None
+        # Reports turns to other processes.
+        self.report_turn: Callable[[Session, Visit], None] | None = None
         self._most = most
         self._sessions: OrderedDict[int, Session] = OrderedDict()
 
@@ -158,8 +158,8 @@ class Sessions:
         if not session.record_prompt(hashes, prompt_bytes):
             return
         session.add_visit(visit, estimated=estimated)
-        if self.others_record is not None:
-            self.others_record(session, visit)
+        if self.report_turn is not None:
+            self.report_turn(session, visit)
 
     def count(self, model: str, turn: str) -> None:
         self.turns[model, turn] = self.turns.get((model, turn), 0) + 1

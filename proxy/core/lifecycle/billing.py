@@ -30,13 +30,13 @@ def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
         return None
     ledger = tenant.ledger
     if (
-        ledger.remote is None
+        ledger.remote_limits is None
         or not ledger.is_limited
         or ledger.too_long(info.min_prompt_size) is not None
     ):
         return None
     tokens = _tokens(info)
-    if ledger.remote.take(tokens):
+    if ledger.remote_limits.take_from_advance(tokens):
         info.bill.decided, info.bill.exceeded = tokens, None
         return None
 
@@ -44,7 +44,7 @@ def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
         info.bill.decided, info.bill.exceeded = tokens, exceeded
         done(exceeded)
 
-    return ledger.remote.ask(tokens, decided)
+    return ledger.remote_limits.request_decision(tokens, decided)
 
 
 def _tokens(info: RequestInfo) -> int:
@@ -203,12 +203,12 @@ def _decode_start(lease: Lease) -> float:
     if info.stream and (begun_at is None or info.route in FIRST_EVENT_IS_TOKEN):
         since = first_token_time(lease)
         return inf if since is None else since
-    cached, halves = lease.decision.cached_tokens, lease.decision.handover
-    if halves is None:
+    cached, handover = lease.decision.cached_tokens, lease.decision.handover
+    if handover is None:
         tokens = lease.ahead_tokens + info.prompt_tokens - cached
         since = lease.charged_at + pace.first_token_s(tokens, lease.behind_long, cached)
     else:
-        since = lease.charged_at + halves.transfer_s
+        since = lease.charged_at + handover.transfer_s
     if info.stream and begun_at is not None:
         since = max(since, begun_at)  # typed streams announce a response early
     return since if first_at is None else min(since, first_at)

@@ -78,12 +78,12 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
                 pace.learn_steps(beside, (now - since) / steps, now)
         elif not info.stream and steps >= 0:
             seconds = now - lease.charged_at
-            halves = lease.decision.handover
-            if halves is None:
+            handover = lease.decision.handover
+            if handover is None:
                 ahead = lease.ahead_tokens + info.prompt_tokens - cached
                 pace.learn_total(ahead, lease.behind_long, cached, beside, steps, seconds, now)
-            elif steps >= MIN_STEPS and halves.tokens:  # its first token follows the transfer
-                decode_s = max(seconds - halves.transfer_s, 0.0)
+            elif steps >= MIN_STEPS and handover.tokens:  # its first token follows the transfer
+                decode_s = max(seconds - handover.transfer_s, 0.0)
                 pace.learn_steps(beside, decode_s / (steps + 1), now)
 
 

@@ -45,19 +45,17 @@ class LeaseBook:
         if handover is not None and handover.tokens and lease.info.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
-            first, second = handover.prefill.name, lease.worker.name
-            self._placer.transfer_times(lease.info.model).learn(
-                first, second, handover.tokens, seconds
-            )
+            times = self._placer.transfer_times(lease.info.model)
+            times.learn(handover.prefill.name, lease.worker.name, handover.tokens, seconds)
 
     def end_prefill(self, lease: Lease, now: float, usage: Usage | None) -> None:
-        first, halves = lease.prefill, lease.decision.handover
-        if first is None or halves is None or first.released:
+        prefill_leg, handover = lease.prefill, lease.decision.handover
+        if prefill_leg is None or handover is None or prefill_leg.released:
             return
         self._fleet.hand_over(lease, now)
-        feedback.update_breaker(self._fleet, first, now, DONE, None)
+        feedback.update_breaker(self._fleet, prefill_leg, now, DONE, None)
         if usage is not None:
-            feedback.learn_cached(first.worker, halves.cached_tokens, usage)
+            feedback.learn_cached(prefill_leg.worker, handover.cached_tokens, usage)
 
     def recheck_decode_worker(
         self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0
@@ -66,27 +64,26 @@ class LeaseBook:
 
         `may_move`: any decode worker can fetch. `spent_s`: since the prefill.
         """
-        goes_on = self._ensure_decode_worker(
-            lease, now, self._placer.settings.transfer_within_s - spent_s, may_move
-        )
-        if goes_on and not lease.info.stream:  # it shows no first token
+        within_s = self._placer.settings.transfer_within_s - spent_s
+        can_decode = self._ensure_decode_worker(lease, now, within_s, may_move=may_move)
+        if can_decode and not lease.info.stream:  # it shows no first token
             self._record_prefix(lease)
-        return goes_on
+        return can_decode
 
     def _ensure_decode_worker(
-        self, lease: Lease, now: float, within_s: float, may_move: bool
+        self, lease: Lease, now: float, within_s: float, *, may_move: bool
     ) -> bool:
-        stands = handover_cost.may_still_decode(lease, now, within_s)
-        if stands and not lease.worker.draining:
+        may_stay = handover_cost.may_still_decode(lease, now, within_s)
+        if may_stay and not lease.worker.draining:
             return True
         other = self._choose_other_decode(lease, now, within_s) if may_move else None
-        if other is None:
-            # Probes may be wrong: without an alternative it is tried.
-            return stands or not (
-                within_s <= 0.0 or handover_cost.is_healthy(lease) or self.has_other_worker(lease)
-            )
-        self._fleet.move(lease, other, now)
-        return True
+        if other is not None:
+            self._fleet.move(lease, other, now)
+            return True
+        if may_stay or within_s <= 0.0 or handover_cost.is_healthy(lease):
+            return may_stay
+        # Probes may be wrong: without an alternative the worker is tried.
+        return not self.has_other_worker(lease)
 
     def _choose_other_decode(self, lease: Lease, now: float, within_s: float) -> Worker | None:
         workers, links = self._roster.pool(lease.info.model).all, self._placer.links
@@ -107,9 +104,8 @@ class LeaseBook:
         self._fleet.record_tokens(lease, count)
         info = lease.info
         if info.tenant is not None and lease.seen_tokens > info.bill.prepaid:
-            fairness.charge_output(
-                self._placer.settings.fairness, info, lease.seen_tokens - info.bill.prepaid
-            )
+            more, settings = lease.seen_tokens - info.bill.prepaid, self._placer.settings
+            fairness.charge_output(settings.fairness, info, more)
             info.bill.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
@@ -132,18 +128,14 @@ class LeaseBook:
 
         `why`: an HTTP status or an error's name.
         """
-        worker = lease.worker
-        decoding = worker.decoding
-        first = lease.prefill
-        if first is not None and first.released:
-            first = None
+        leg, decoding = lease.running_leg, lease.worker.decoding
         if not self._fleet.release(lease):
             return
         self._placer.queue.record_freed_slot(now)
         if lease.info.tenant is not None:
             billing.settle(self._placer.settings.fairness, lease, now, outcome, usage)
-        if first is not None:  # the prefill leg failed
-            feedback.update_breaker(self._fleet, first, now, outcome, retry_after_s, why)
+        if leg is not lease:  # the prefill failed
+            feedback.update_breaker(self._fleet, leg, now, outcome, retry_after_s, why)
             feedback.update_breaker(self._fleet, lease, now, Outcome.MOOT, None)
             return
         feedback.update_breaker(self._fleet, lease, now, outcome, retry_after_s, why)
@@ -160,7 +152,7 @@ class LeaseBook:
     def record_response_id(self, lease: Lease, response_id: str, now: float) -> None:
         """Let a response name its session."""
         info, sessions = lease.info, self._roster.sessions
-        if not info.chained:
+        if not info.is_chained:
             return
         owner = "" if info.tenant is None else info.tenant.name
         key = session_key(owner, info.model, response_id.encode(errors="replace"))
@@ -209,9 +201,9 @@ class LeaseBook:
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        info, first = lease.info, lease.prefill
+        info, prefill_leg = lease.info, lease.prefill
         pool = self._roster.pool(info.model)
-        tried = frozenset(() if first is None else (first.worker,))
+        tried = frozenset(() if prefill_leg is None else (prefill_leg.worker,))
         links = self._placer.links
         return handover_cost.choose_prefill(pool, info, now, [], tried, links) is not None
 

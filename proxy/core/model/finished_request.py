@@ -6,7 +6,7 @@ from proxy.core.model.types import NONE, Reason
 
 
 class FinishedRequest:
-    """Labels and times of one request, made once at its end."""
+    """Labels and times of one request."""
 
     def __init__(self, route: str, status: int, reason: Reason, duration_s: float) -> None:
         self.route = route

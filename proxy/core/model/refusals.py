@@ -223,11 +223,10 @@ def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
     headers: list[tuple[str, str]] = []
     for name, state in (("requests", exceeded.requests), ("tokens", exceeded.tokens)):
         if state is not None:
-            most, left, reset_s = state
             headers += [
-                (f"x-ratelimit-limit-{name}", str(most)),
-                (f"x-ratelimit-remaining-{name}", str(left)),
-                (f"x-ratelimit-reset-{name}", f"{reset_s:.3f}s"),
+                (f"x-ratelimit-limit-{name}", str(state.limit)),
+                (f"x-ratelimit-remaining-{name}", str(state.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{state.reset_s:.3f}s"),
             ]
     return Refusal(
         429,

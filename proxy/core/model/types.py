@@ -114,9 +114,9 @@ class RequestInfo:
     pinned: str = ""  # worker that holds its stored response
     stored_tokens: int = 0  # of the stored response that it continues, in the prompt
     session: int = 0  # key; 0: none
-    chained: bool = False  # its response names the session
-    whole: str = ""  # why it cannot be split; empty if it can
-    least_output: bool = False  # the body has `min_tokens`
+    is_chained: bool = False  # its response names the session
+    why_whole: str = ""  # why it cannot be split; empty if it can
+    has_min_tokens: bool = False  # the body has `min_tokens`
     field_names: frozenset[str] | None = None  # names of the body's fields, if it may be split
     tenant: Tenant | None = None  # None: no keys are configured
     rank: Rank = STANDARD
@@ -125,7 +125,7 @@ class RequestInfo:
     takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove
-    found: list[JsonMember] | None = None  # of these, the present ones, if known
+    found_members: list[JsonMember] | None = None  # of these, the present ones, if known
     account: Bill | None = None  # see `bill`
 
     @property

@@ -8,9 +8,9 @@ from itertools import count, islice
 from typing import NamedTuple, Protocol
 
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.eviction import OWN_PLACE, Amounts
-from proxy.core.queue.request_fifo import Entry, Key, Place, RequestFifo, Turn
-from proxy.core.queue.sorted_buckets import SortedBuckets
+from proxy.core.queue.eviction import APART, Amounts
+from proxy.core.queue.request_fifo import Entry, Key, Place, RequestFifo, SortKey
+from proxy.core.queue.sorted_fifos import SortedFifos
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
@@ -18,8 +18,8 @@ SHORT, LONG = "short", "long"
 FOR_CACHE = "cache"  # of requests in no order, see `cache_waits`
 MAX_TRIED_TICKETS = 16  # tickets examined per FIFO, failures per place
 # A class's sort key: not ahead by age, was last to go ahead.
-Late = tuple[bool, bool]
-IN_ORDER: Late = (True, False)
+AgeOrder = tuple[bool, bool]
+IN_ORDER: AgeOrder = (True, False)
 
 
 class LastDispatch(NamedTuple):
@@ -34,7 +34,7 @@ class Bucket:
     __slots__ = ("longer_than", "order", "tickets")
 
     def __init__(self) -> None:
-        self.order = SortedBuckets()
+        self.order = SortedFifos()
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
         self.longer_than: list[int] = []  # [n]: FIFOs with more than n tickets
 
@@ -110,12 +110,12 @@ class Buckets:
         key = key_of(ticket)
         fifo = self.by_key.get(key)
         if fifo is None:
-            began = 0.0
+            since = 0.0
             if (tenant := key[2]) is not None:
                 own = self._by_tenant.setdefault(tenant, [])
-                waits = (other.began for other in own if other.rank is key[1])
-                began = min(waits, default=ticket.since)
-            fifo = self.by_key[key] = RequestFifo(key, next(self._numbers), began)
+                waits = (other.since for other in own if other.rank is key[1])
+                since = min(waits, default=ticket.since)
+            fifo = self.by_key[key] = RequestFifo(key, next(self._numbers), since)
             if tenant is not None:
                 own.append(fifo)
                 tenant.watches.add(self._watch)
@@ -151,11 +151,11 @@ class Buckets:
         order, before = self._buckets[fifo.place, fifo.rank].order, fifo.entry
         entry: Entry | None = None
         if fifo.tickets:
-            fifo.least = min(
+            fifo.least_need = min(
                 ticket.info.needed_context for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS)
             )
-            _, standing, _, first = fifo.turn
-            entry = standing, fifo.began, first, fifo.number, fifo.least, fifo
+            _, standing, _, first = fifo.sort_key
+            entry = standing, fifo.since, first, fifo.number, fifo.least_need, fifo
         if entry == before:
             return
         if before is not None:
@@ -193,9 +193,9 @@ class RemoteQueues(Protocol):
         """Return a model's last dispatch there."""
 
     def has_earlier_turn(
-        self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
+        self, place: Place, order: AgeOrder, key: SortKey, now: float, aged: Mapping[Rank, AgeOrder]
     ) -> bool:
-        """Return whether a remote request goes before this turn.
+        """Return whether a remote request goes before one with this key.
 
         `aged` holds the model's aged classes.
         """
@@ -210,5 +210,5 @@ def key_of(ticket: Ticket) -> Key:
     if ticket.cache_wait is not None:
         return (info.model, FOR_CACHE), info.rank, info.tenant
     if ticket.attempts.is_retry or info.pinned:
-        return (info.model, OWN_PLACE), info.rank, info.tenant
+        return (info.model, APART), info.rank, info.tenant
     return place_of(info), info.rank, info.tenant

@@ -53,11 +53,11 @@ class CacheWaits:
         ended: list[Ticket] = []
         for worker, tickets in self._tickets.items():
             at_once = not (worker.is_live and worker.is_full) or worker.is_barred
-            elsewhere = worker.elsewhere
-            frees_slots = worker.requests > elsewhere.requests
+            remote = worker.remote_load
+            frees_slots = worker.requests > remote.requests
             for ticket in tickets:
                 wait = ticket.cache_wait
-                overtaken = wait is not None and elsewhere.placed > wait.placed
+                overtaken = wait is not None and remote.placed > wait.placed
                 if overtaken and not frees_slots and now >= ticket.cache_due:
                     ticket.cache_until = now
                 if at_once or now >= ticket.cache_until:

@@ -13,69 +13,69 @@ from proxy.core.model.types import Refusal
 from proxy.core.queue.buckets import (
     IN_ORDER,
     MAX_TRIED_TICKETS,
+    AgeOrder,
     Buckets,
     LastDispatch,
-    Late,
     RemoteQueues,
 )
-from proxy.core.queue.eviction import OWN_PLACE
+from proxy.core.queue.eviction import APART
 from proxy.core.queue.request_fifo import Entry, Place, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-End = Lease | Refusal
-Found = End | CacheWait
+Answer = Lease | Refusal
+Placement = Answer | CacheWait
 NO_TURN = LastDispatch()
 
 
-class Overtaking:
+class LastDispatches:
     """Each model's last dispatch; kept across rounds."""
 
     def __init__(self) -> None:
-        self.last: dict[str, LastDispatch] = {}
+        self.by_model: dict[str, LastDispatch] = {}
 
     def last_dispatch(self, model: str, others: RemoteQueues | None) -> LastDispatch:
-        here = self.last.get(model, NO_TURN)
+        here = self.by_model.get(model, NO_TURN)
         if others is not None and (there := others.last_dispatch(model)).at > here.at:
-            here = self.last[model] = there
+            here = self.by_model[model] = there
         return here
 
     def record(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
         """Record a dispatch; `passed` if ahead of a higher class."""
-        before = self.last.get(model, NO_TURN)
-        self.last[model] = LastDispatch(now, passed, rank if passed else before.passer)
+        before = self.by_model.get(model, NO_TURN)
+        self.by_model[model] = LastDispatch(now, passed, rank if passed else before.passer)
 
 
 class DispatchRound:
     """A round; it ends when no queued request can be dispatched.
 
-    `end` places or refuses a request, lets it wait for a cache, or returns None.
+    `place` places or refuses a request, lets it wait for a cache, or returns None.
     """
 
     def __init__(
         self,
-        lines: Buckets,
-        end: Callable[[Ticket], Found | None],
+        buckets: Buckets,
+        place: Callable[[Ticket, float], Placement | None],
         now: float,
         ages: Mapping[Rank, float],
-        overtaking: Overtaking,
-        elsewhere: RemoteQueues | None,
+        last_dispatches: LastDispatches,
+        remote_queues: RemoteQueues | None,
     ) -> None:
-        self._lines = lines
-        self._end = end
+        self._buckets = buckets
+        self._place = place
         self._now = now
         self._ages = ages
-        self._overtaking = overtaking
-        self._others = elsewhere
+        self._last_dispatches = last_dispatches
+        self._remote_queues = remote_queues
         # At a place, requests that need at least this much context have failed in this round.
         self._failed_need: dict[Place, int] = {}
         self._misses: dict[Place, int] = {}
         self._held_places: set[Place] = set()  # another process goes first
 
-    def next(self) -> tuple[Ticket, Found] | None:
+    def next(self) -> tuple[Ticket, Placement] | None:
         """Return the next request and its result; None ends the round."""
-        buckets, others = list(self._lines.in_order()), self._others
+        buckets, others = list(self._buckets.in_order()), self._remote_queues
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
         for ((model, _), rank), bucket in buckets:
             known = oldest.setdefault(model, {})
@@ -86,7 +86,7 @@ class DispatchRound:
                 for rank, since in others.oldest(model).items():
                     known[rank] = min(known.get(rank, since), since)
         aged = {model: self._aged_classes(model, known) for model, known in oldest.items()}
-        turns: dict[tuple[Late, Rank], list[Iterator[Entry]]] = {}
+        turns: dict[tuple[AgeOrder, Rank], list[Iterator[Entry]]] = {}
         for (place, rank), bucket in buckets:
             model = place[0]
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
@@ -96,35 +96,35 @@ class DispatchRound:
         self._held_places.clear()
         for order, rank in sorted(turns):
             for *_, fifo in merge(*turns[order, rank]):
-                ended = self._dispatch_from(fifo, order, aged[fifo.place[0]])
-                if ended is not None:
-                    return ended
+                placed = self._dispatch_from(fifo, order, aged[fifo.place[0]])
+                if placed is not None:
+                    return placed
         return None
 
     def _dispatch_from(
-        self, fifo: RequestFifo, order: Late, aged: Mapping[Rank, Late]
-    ) -> tuple[Ticket, Found] | None:
+        self, fifo: RequestFifo, order: AgeOrder, aged: Mapping[Rank, AgeOrder]
+    ) -> tuple[Ticket, Placement] | None:
         """Dispatch from a FIFO, unless another process goes first."""
-        (place, rank), others, now = (fifo.place, fifo.rank), self._others, self._now
-        if fifo.least >= self._need_bound(place):
+        (place, rank), others, now = (fifo.place, fifo.rank), self._remote_queues, self._now
+        if fifo.least_need >= self._need_bound(place):
             return None
-        if others is not None and others.has_earlier_turn(place, order, fifo.turn, now, aged):
+        if others is not None and others.has_earlier_turn(place, order, fifo.sort_key, now, aged):
             self._held_places.add(place)
             return None
-        ended = self._dispatch_first(fifo, aged=rank in aged)
-        if ended is not None and not isinstance(ended[1], CacheWait):
-            self._overtaking.record(place[0], rank, now, passed=not order[0])
-        return ended
+        placed = self._dispatch_first(fifo, aged=rank in aged)
+        if placed is not None and not isinstance(placed[1], CacheWait):
+            self._last_dispatches.record(place[0], rank, now, passed=not order[0])
+        return placed
 
     def _need_bound(self, place: Place) -> int:
         """Return the context need from which requests at a place are skipped."""
         if place in self._held_places or self._misses.get(place, 0) >= MAX_TRIED_TICKETS:
             return 0
-        return maxsize if place[1] == OWN_PLACE else self._failed_need.get(place, maxsize)
+        return maxsize if place[1] == APART else self._failed_need.get(place, maxsize)
 
-    def _aged_classes(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
+    def _aged_classes(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, AgeOrder]:
         """Return the classes old enough to go ahead in this turn."""
-        last, highest = self._overtaking.last_dispatch(model, self._others), min(oldest)
+        last, highest = self._last_dispatches.last_dispatch(model, self._remote_queues), min(oldest)
         if last.passed:
             return {}
         # Two aged classes alternate.
@@ -134,7 +134,7 @@ class DispatchRound:
             if self._now - since >= self._ages[rank]
         }
 
-    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Found] | None:
+    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Placement] | None:
         """Dispatch the first ticket that can go; skip needs that failed before."""
         place, least, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
@@ -142,8 +142,8 @@ class DispatchRound:
             if needs >= self._need_bound(place):
                 continue
             ticket.aged = aged
-            if (ended := self._end(ticket)) is not None:
-                return ticket, ended
+            if (placed := self._place(ticket, self._now)) is not None:
+                return ticket, placed
             misses[place] = misses.get(place, 0) + 1
             # A batch request may lack only the slots kept free for higher classes.
             least[place] = min(least.get(place, maxsize), needs)

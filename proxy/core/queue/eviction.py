@@ -17,52 +17,54 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, Tenant
 
 BATCH = Rank.BATCH
-OWN_PLACE = "apart"
+APART = "apart"
 MAX_EVICTED = 64  # per new request
 Amounts = tuple[float, float, float]  # requests, bytes, tokens
-NOTHING: Amounts = (0, 0, 0)
+NO_AMOUNTS: Amounts = (0, 0, 0)
 
 
-def amounts(info: RequestInfo) -> Amounts:
+def amounts_of(info: RequestInfo) -> Amounts:
     return 1, info.body_bytes, info.prompt_tokens
 
 
-class QueueCapacity:
+class Evictions:
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
 
     def add(self, info: RequestInfo) -> None:
-        self._used[info.tenant] = add_amounts(self._used.get(info.tenant, NOTHING), amounts(info))
+        used = self._used.get(info.tenant, NO_AMOUNTS)
+        self._used[info.tenant] = add_amounts(used, amounts_of(info))
 
     def remove(self, info: RequestInfo) -> None:
-        left = add_amounts(self._used[info.tenant], amounts(info), -1)
+        left = add_amounts(self._used[info.tenant], amounts_of(info), -1)
         if left[0]:
             self._used[info.tenant] = left
         else:
             del self._used[info.tenant]
 
     def choose_evicted(
-        self, info: RequestInfo, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
+        self, info: RequestInfo, fifos: Iterable[RequestFifo], over: Amounts, most: Amounts
     ) -> list[Ticket]:
         """Return the tickets to evict; none if that would not make enough room.
 
         `over` is the excess with the request.
         """
         used = dict(self._used)
-        own = _share(add_amounts(used.get(info.tenant, NOTHING), amounts(info)), most, info.tenant)
-        may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE and _may_yield(fifo, info)]
+        own_used = add_amounts(used.get(info.tenant, NO_AMOUNTS), amounts_of(info))
+        own = _share(own_used, most, info.tenant)
+        may = [fifo for fifo in fifos if fifo.place[1] != APART and _may_yield(fifo, info)]
         return _choose_last(
             may, used, over, most, lambda fifo: _exceeds_share(fifo, info, used, own, most)
         )
 
     def choose_surplus(
-        self, lines: Iterable[RequestFifo], over: Amounts, most: Amounts
+        self, fifos: Iterable[RequestFifo], over: Amounts, most: Amounts
     ) -> list[Ticket]:
         """Return tickets to evict, even if an excess remains.
 
         An oversized request accepted by an empty queue is kept.
         """
-        may = [fifo for fifo in lines if fifo.place[1] != OWN_PLACE]
+        may = [fifo for fifo in fifos if fifo.place[1] != APART]
         return _choose_last(may, dict(self._used), over, most, lambda _: True, partly=True)
 
 
@@ -92,8 +94,8 @@ def _choose_last(
         left[fifo.key] -= 1
         ticket = tickets[fifo.key][left[fifo.key]]
         gone.append(ticket)
-        used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts(ticket.info), -1)
-        over = add_amounts(over, amounts(ticket.info), -1)
+        used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts_of(ticket.info), -1)
+        over = add_amounts(over, amounts_of(ticket.info), -1)
     return gone if partly or max(over) <= 0 else []
 
 

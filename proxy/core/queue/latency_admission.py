@@ -60,17 +60,17 @@ def placed_too_late(
     settings: AdmissionSettings, info: RequestInfo, decision: Decision, now: float
 ) -> Refusal | None:
     target_s = settings.left_s(info, now)
-    halves = decision.handover
-    worker = decision.worker if halves is None else halves.prefill
+    handover = decision.handover
+    worker = decision.worker if handover is None else handover.prefill
     if target_s is None or not worker.pace.prefills:
         return None
-    cached = decision.cached_tokens if halves is None else halves.cached_tokens
+    cached = decision.cached_tokens if handover is None else handover.cached_tokens
     own_s = worker.pace.first_token_s(info.prompt_tokens - cached, 0.0, cached)
     wait_s = worker.wait_s(now, for_long=info.long)
-    if halves is not None:
-        own_s += halves.transfer_s
+    if handover is not None:
+        own_s += handover.transfer_s
         # The decode worker's own prefills go first.
-        wait_s += max(decision.worker.wait_s(now, for_long=info.long) - halves.prefill_s, 0.0)
+        wait_s += max(decision.worker.wait_s(now, for_long=info.long) - handover.prefill_s, 0.0)
     return _refuse_late(info, target_s, wait_s, own_s)
 
 

@@ -23,10 +23,10 @@ from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
 from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
 from proxy.core.queue.cache_waits import CacheWaits
-from proxy.core.queue.dispatch import DispatchRound, End, Found, Overtaking
-from proxy.core.queue.eviction import NOTHING, Amounts, QueueCapacity, add_amounts, amounts
+from proxy.core.queue.dispatch import Answer, DispatchRound, LastDispatches, Placement
+from proxy.core.queue.eviction import NO_AMOUNTS, Amounts, Evictions, add_amounts, amounts_of
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
-from proxy.core.queue.request_fifo import Place, Turn
+from proxy.core.queue.request_fifo import Place, SortKey
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import NOT_URGENT, Urgency
 from proxy.core.tenants.tenants import Rank
@@ -43,28 +43,28 @@ ABOVE_BATCH = RANKS[:BATCH]
 class Queue:
     def __init__(
         self,
-        most: int,
-        most_bytes: int,
+        max_requests: int,
+        max_bytes: int,
         max_wait_s: float,
-        most_tokens: int | None = None,
+        max_tokens: int | None = None,
         fairness: FairnessSettings | None = None,
     ) -> None:
-        self.most = most
-        self.most_bytes = most_bytes
-        self.most_tokens = most_tokens
+        self.max_requests = max_requests
+        self.max_bytes = max_bytes
+        self.max_tokens = max_tokens
         self.max_wait_s = max_wait_s
         self.fairness = fairness or FairnessSettings()
         self.bytes = 0
         self.tokens = 0
         self.length = 0
         self._in_order = 0  # without requests that wait for a cache
-        self.elsewhere: RemoteQueues | None = None  # in other processes
-        self.turns = ShareCounters()
+        self.remote_queues: RemoteQueues | None = None  # in other processes
+        self.shares = ShareCounters()
         self.cache_waits = CacheWaits()
-        self.ended: dict[Ticket, End] = {}  # not yet reported by the router's `pop_due`
-        self._capacity = QueueCapacity()
-        self._lines = Buckets()
-        self.aged = Overtaking()
+        self.ended: dict[Ticket, Answer] = {}  # not yet reported by the router's `pop_due`
+        self._evictions = Evictions()
+        self._buckets = Buckets()
+        self.last_dispatches = LastDispatches()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
         self._freed = 0  # slots, since the start
@@ -80,7 +80,7 @@ class Queue:
         return max(self._excess(more)) <= 0
 
     def make_room(
-        self, more: Amounts, end: Callable[[Ticket, float], Found | None], now: float
+        self, more: Amounts, place: Callable[[Ticket, float], Placement | None], now: float
     ) -> bool:
         """Return whether there is room; place the last turns that wait for a cache elsewhere."""
         if self.has_room(more):
@@ -88,14 +88,14 @@ class Queue:
         stuck: set[Place] = set()
         for tickets in self.cache_waits.voluntary():
             for ticket in tickets:
-                place, until = place_of(ticket.info), ticket.cache_until
-                if place in stuck:
+                at, until = place_of(ticket.info), ticket.cache_until
+                if at in stuck:
                     break
                 ticket.cache_until = now
-                answer = None if self.any_ahead_of(ticket.info) else end(ticket, now)
+                answer = None if self.any_ahead_of(ticket.info) else place(ticket, now)
                 if answer is None or isinstance(answer, CacheWait):
                     ticket.cache_until = until
-                    stuck.add(place)
+                    stuck.add(at)
                     break
                 self.remove(ticket)
                 self.ended[ticket] = answer
@@ -104,99 +104,101 @@ class Queue:
         return False
 
     @property
-    def usual(self) -> Amounts:
+    def mean_amounts(self) -> Amounts:
         length = max(self.length, 1)
         return 1, self.bytes / length, self.tokens / length
 
     def _excess(self, one: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
-        total, most = self._total(), self._limits()
-        if (others := self.elsewhere) is not None:
-            parts, own = others.processes + 1, add_amounts(self._own(), one)
+        total, most = self._total_amounts(), self._max_amounts()
+        if (others := self.remote_queues) is not None:
+            parts, own = others.processes + 1, add_amounts(self._own_amounts(), one)
             if all(amount * parts <= limit for amount, limit in zip(own, most, strict=True)):
-                return NOTHING
+                return NO_AMOUNTS
         if not total[0]:  # an empty queue takes a prompt of any size
             most = most[0], most[1], inf
         return add_amounts(add_amounts(total, one), most, -1)
 
-    def _own(self) -> Amounts:
+    def _own_amounts(self) -> Amounts:
         return self.length, self.bytes, self.tokens
 
-    def _total(self) -> Amounts:
-        if (others := self.elsewhere) is None:
-            return self._own()
-        return add_amounts(self._own(), (others.length, others.bytes, others.tokens))
+    def _total_amounts(self) -> Amounts:
+        if (others := self.remote_queues) is None:
+            return self._own_amounts()
+        return add_amounts(self._own_amounts(), (others.length, others.bytes, others.tokens))
 
-    def _limits(self) -> Amounts:
-        return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
+    def _max_amounts(self) -> Amounts:
+        max_tokens = inf if self.max_tokens is None else self.max_tokens
+        return self.max_requests, self.max_bytes, max_tokens
 
     def choose_evicted(self, info: RequestInfo) -> list[Ticket]:
         """Return the tickets to evict; none if that does not help."""
-        return self._capacity.choose_evicted(
-            info, self._lines.by_key.values(), self._excess(amounts(info)), self._shares()
+        return self._evictions.choose_evicted(
+            info,
+            self._buckets.by_key.values(),
+            self._excess(amounts_of(info)),
+            self._whole_amounts(),
         )
 
-    def _shares(self) -> Amounts:
-        return self.most or inf, self.most_bytes, self.most_tokens or inf
+    def _whole_amounts(self) -> Amounts:
+        return self.max_requests or inf, self.max_bytes, self.max_tokens or inf
 
     def choose_surplus(self) -> list[Ticket]:
         """Return tickets to evict, if this is the fullest process."""
-        others = self.elsewhere
+        others = self.remote_queues
         if others is None or not others.length or not self.length:
             return []
-        elsewhere = others.has_more(self._own())
-        over = [
-            0 if skip else total - limit
-            for total, limit, skip in zip(self._total(), self._limits(), elsewhere, strict=True)
-        ]
+        others_have_more = others.has_more(self._own_amounts())
+        excess = add_amounts(self._total_amounts(), self._max_amounts(), -1)
+        over = [0 if more else x for x, more in zip(excess, others_have_more, strict=True)]
         if max(over) <= 0:
             return []
         length, size, tokens = over
-        lines = self._lines.by_key.values()
-        return self._capacity.choose_surplus(lines, (length, size, tokens), self._shares())
+        fifos = self._buckets.by_key.values()
+        return self._evictions.choose_surplus(fifos, (length, size, tokens), self._whole_amounts())
 
     @property
     def has_waiting(self) -> bool:
-        """True if a request waits here or in another process."""
-        return self.length > 0 or (self.elsewhere is not None and self.elsewhere.waits)
+        """Whether any process has a request that waits."""
+        return self.length > 0 or (self.remote_queues is not None and self.remote_queues.waits)
 
     def count_waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = model, LONG if long else SHORT
-        found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
-        return found + (
-            self.elsewhere is not None and self.elsewhere.has_higher_class(place, BATCH)
-        )
+        here = sum(self._buckets.count(place, rank) for rank in ABOVE_BATCH)
+        remote = self.remote_queues
+        return here + (remote is not None and remote.has_higher_class(place, BATCH))
 
     def has_waiting_for(self, model: str) -> bool:
-        if any(self._lines.places(model)):
+        if any(self._buckets.places(model)):
             return True
-        there = self.elsewhere
-        sizes = SHORT, LONG
-        return there is not None and any(
-            there.has_higher_class((model, x), BATCH + 1) for x in sizes
+        remote = self.remote_queues
+        return remote is not None and any(
+            remote.has_higher_class((model, size), BATCH + 1) for size in (SHORT, LONG)
         )
 
     def any_ahead_of(self, info: RequestInfo) -> bool:
         if not self.has_waiting:
             return False
         place = place_of(info)
-        if self.elsewhere is not None and self.elsewhere.has_higher_class(place, info.rank + 1):
+        if self.remote_queues is not None and self.remote_queues.has_higher_class(
+            place, info.rank + 1
+        ):
             return True
-        if any(self._lines.count(place, rank) for rank in RANKS[: info.rank + 1]):
+        if any(self._buckets.count(place, rank) for rank in RANKS[: info.rank + 1]):
             return True
-        others = self._lines.places(info.model) if info.rank is BATCH else ()
+        others = self._buckets.places(info.model) if info.rank is BATCH else ()
         return any(rank is not BATCH for _, rank in others)
 
-    def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
+    def fronts(self) -> dict[tuple[Place, Rank], tuple[SortKey, float]]:
         """Return each bucket's first turn and oldest arrival."""
-        buckets = self._lines.in_order()
-        return {at: (bucket.order.first().turn, bucket.oldest) for at, bucket in buckets}
+        buckets = self._buckets.in_order()
+        return {at: (bucket.order.first().sort_key, bucket.oldest) for at, bucket in buckets}
 
     def ahead_of(self, info: RequestInfo, key: float) -> int:
-        place, lines = place_of(info), self._lines
-        above = sum(lines.count(place, rank) for rank in RANKS[: info.rank])
-        return above + lines.count_ahead(place, info.rank, info.tenant, key)
+        place, buckets = place_of(info), self._buckets
+        above = sum(buckets.count(place, rank) for rank in RANKS[: info.rank])
+        return above + buckets.count_ahead(place, info.rank, info.tenant, key)
 
     def longest_wait_s(self, info: RequestInfo) -> float:
         return self.fairness.batch_wait_s if info.rank is BATCH else self.max_wait_s
@@ -215,10 +217,10 @@ class Queue:
         deadline = latest if for_client else now + wait_s
         ticket = Ticket(info, attempts, now, deadline, for_client, key)
         if info.tenant is not None:
-            self.turns.add(info.tenant, info.rank)
+            self.shares.add(info.tenant, info.rank)
         self._put(ticket, cache_wait, now)
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
-        self._capacity.add(info)
+        self._evictions.add(info)
         self.length += 1
         self.bytes += info.body_bytes
         self.tokens += info.prompt_tokens
@@ -237,12 +239,12 @@ class Queue:
                 self._resume_samples(now)
             self._last_waiting_at = now
             self._in_order += 1
-        self._lines.push(ticket)
-        if self.elsewhere is not None:
-            self.elsewhere.report_change()
+        self._buckets.push(ticket)
+        if self.remote_queues is not None:
+            self.remote_queues.report_change()
 
     def _extract(self, ticket: Ticket) -> None:
-        self._lines.remove(ticket)
+        self._buckets.remove(ticket)
         if ticket.cache_wait is not None:
             self.cache_waits.remove(ticket, ticket.cache_wait)
         else:
@@ -254,29 +256,29 @@ class Queue:
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a ticket; False if it has left before."""
-        if ticket.left:
+        if ticket.removed:
             return False
-        ticket.left = True
+        ticket.removed = True
         info = ticket.info
         self._extract(ticket)
         if info.tenant is not None:
-            last = not self._lines.has_waiting(info.tenant, info.rank)
-            self.turns.remove(info.tenant, info.rank, last=last)
-        if self.elsewhere is not None:
-            self.elsewhere.report_change()
-        self._capacity.remove(info)
+            last = not self._buckets.has_waiting(info.tenant, info.rank)
+            self.shares.remove(info.tenant, info.rank, last=last)
+        if self.remote_queues is not None:
+            self.remote_queues.report_change()
+        self._evictions.remove(info)
         self.length -= 1
         self.bytes -= info.body_bytes
         self.tokens -= info.prompt_tokens
         if len(self._deadlines) > 2 * self.length + SPARE_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].left]
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].removed]
             heapify(self._deadlines)
         return True
 
     def pop_expired(self, now: float) -> list[Ticket]:
         gone: list[Ticket] = []
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].removed):
             ticket = heappop(deadlines)[2]
             if self.remove(ticket):
                 gone.append(ticket)
@@ -284,23 +286,23 @@ class Queue:
         return gone
 
     def dispatch(
-        self, end: Callable[[Ticket], Found | None], now: float = 0.0
-    ) -> Iterator[tuple[Ticket, End]]:
-        """Remove and yield the tickets that `end` places or refuses."""
+        self, place: Callable[[Ticket, float], Placement | None], now: float = 0.0
+    ) -> Iterator[tuple[Ticket, Answer]]:
+        """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
             self._move(ticket, None, now)
-        ages, elsewhere = self.fairness.ages, self.elsewhere
-        turn = DispatchRound(self._lines, end, now, ages, self.aged, elsewhere)
-        while (found := turn.next()) is not None:
-            ticket, ended = found
-            if isinstance(ended, CacheWait):
-                self._move(ticket, ended, now)
+        ages, remote = self.fairness.ages, self.remote_queues
+        dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
+        while (placed := dispatches.next()) is not None:
+            ticket, answer = placed
+            if isinstance(answer, CacheWait):
+                self._move(ticket, answer, now)
             else:
                 self.remove(ticket)
-                yield ticket, ended
+                yield ticket, answer
 
     def record_freed_slot(self, now: float) -> None:
-        if not self.most:  # no queue: each refused request is demand
+        if not self.max_requests:  # no queue: each refused request is demand
             if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
                 self._samples = ((now, self._freed),) * 2
         elif not self._in_order:

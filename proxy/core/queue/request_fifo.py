@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from operator import attrgetter
 from sys import maxsize
+from typing import Final
 
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import NO_TENANT, Rank, Tenant
@@ -12,26 +13,30 @@ from proxy.core.tenants.tenants import NO_TENANT, Rank, Tenant
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
 # Class, tenant's counter and mark, first ticket's key. Marks decide between equal counters.
-Turn = tuple[Rank, float, int, float]
+SortKey = tuple[Rank, float, int, float]
 # Tenant's counter, when it began to wait, first ticket's key, FIFO number, context needed.
 Entry = tuple[float, float, float, int, int, "RequestFifo"]
+NEED: Final = 4  # indexes in an entry
+FIFO: Final = 5
 KEY = attrgetter("key")
 
 
 class RequestFifo:
-    __slots__ = ("began", "entry", "key", "least", "number", "place", "rank", "tenant", "tickets")
+    __slots__ = (
+        "entry", "key", "least_need", "number", "place", "rank", "since", "tenant", "tickets",
+    )  # fmt: skip
 
-    def __init__(self, key: Key, number: int, began: float) -> None:
+    def __init__(self, key: Key, number: int, since: float) -> None:
         self.key = key
         self.place, self.rank, self.tenant = key
         self.number = number
-        self.began = began  # decides between equal counters, so that keys cannot
+        self.since = since  # the tenant waits; decides between equal counters
         self.tickets: list[Ticket] = []  # by key, then arrival
-        self.least = maxsize  # context needed by any examined ticket
-        self.entry: Entry | None = None  # in the sorted buckets
+        self.least_need = maxsize  # context needed by any examined ticket
+        self.entry: Entry | None = None  # in the sorted FIFOs
 
     @property
-    def turn(self) -> Turn:
+    def sort_key(self) -> SortKey:
         """Return the first ticket's sort key; the least goes first."""
         key, tenant = self.tickets[0].key, self.tenant
         if tenant is None:

@@ -17,7 +17,7 @@ class Ticket:
     deadline: float  # refused then
     for_client: bool  # the deadline is that of the client
     key: float  # the least of a tenant and class goes first: see `urgency`
-    left: bool = False
+    removed: bool = False
     cache_wait: CacheWait | None = None
     cache_due: float = inf  # when the slot was predicted
     cache_until: float = inf  # it waits for a cache no longer

@@ -1,9 +1,9 @@
 """The order of a tenant's waiting requests.
 
-Idea: the least sum of arrival and `WEIGHT` predicted prefills goes first, or the latest start by a
-deadline. A mostly cached turn passes a fresh long prompt, which waits for no request that arrives
-later than `WEIGHT` times its prefill, nor after a quarter of the longest wait. The key is fixed on
-arrival and never before it.
+Idea: the least sum of arrival and `PREFILL_WEIGHT` predicted prefills goes first, or the latest
+start by a deadline. A mostly cached turn passes a fresh long prompt, which waits for no request
+that arrives later than `PREFILL_WEIGHT` times its prefill, nor after a quarter of the longest wait.
+The key is fixed on arrival and never before it.
 
 How it fails: a prefix that is evicted or cached meanwhile does not change the key.
 """
@@ -19,7 +19,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 from proxy.core.routing.cached_tokens import cached_tokens, session_of
 
-WEIGHT = 4.0  # chosen with `benchmarks.turn_priority`
+PREFILL_WEIGHT = 4.0  # chosen with `benchmarks.turn_priority`
 MAX_WAIT_SHARE = 0.25
 MAX_WORKERS = 64  # that are compared
 
@@ -40,8 +40,8 @@ def urgency_of(
     roster: Roster, info: RequestInfo, now: float, wait_s: float, due: float = inf
 ) -> Urgency:
     """Return the urgency of a request that may wait `wait_s`; its first token is `due`."""
-    prefill_s, is_learnt = prefill_left_s(roster, info)
-    key, latest = now + min(WEIGHT * prefill_s, MAX_WAIT_SHARE * wait_s), due - prefill_s
+    prefill_s, is_learnt = predict_prefill_s(roster, info)
+    key, latest = now + min(PREFILL_WEIGHT * prefill_s, MAX_WAIT_SHARE * wait_s), due - prefill_s
     key = min(key, latest) if latest >= now else key
     if not is_learnt:
         prefill_s = 0.0  # good enough for an order only
@@ -49,7 +49,7 @@ def urgency_of(
     return Urgency(prefill_s, key, by_client - prefill_s)
 
 
-def prefill_left_s(roster: Roster, info: RequestInfo) -> tuple[float, bool]:
+def predict_prefill_s(roster: Roster, info: RequestInfo) -> tuple[float, bool]:
     """Return the least predicted prefill, and whether all paces are learned."""
     pool = roster.pool(info.model)
     matches = roster.prefixes.matches(info.prefix) if info.prefix else []

@@ -60,13 +60,13 @@ class ClientFields(NamedTuple):
 
 
 def find_forbidden(
-    fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields
+    fields: Mapping[str, Any], body: bytes, *, tenants: bool, allowed: ClientFields
 ) -> str:
     """Return the first forbidden member of a JSON body, or ""."""
-    if ID in fields and not may.kv_transfer and _id_names_addresses(body):
+    if ID in fields and not allowed.kv_transfer and _id_names_addresses(body):
         return ID
-    strict = tenants and not may.arguments
-    if may.kv_transfer:
+    strict = tenants and not allowed.arguments
+    if allowed.kv_transfer:
         return (find_steering(fields, body, NO_ARGUMENTS) if strict else "") or ""
     return find_steering(fields, body, STRICT if strict else TREE) or ""
 
@@ -92,10 +92,10 @@ def has_address(request_id: bytes) -> bool:
 
 
 def find_forbidden_in_form(
-    body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields
+    body: bytes, content_type: bytes, *, tenants: bool, allowed: ClientFields
 ) -> str:
-    strict = tenants and not may.arguments
-    if may.kv_transfer and not strict:
+    strict = tenants and not allowed.arguments
+    if allowed.kv_transfer and not strict:
         return ""
     return find_steering_in_form(body, content_type, at_all=strict) or ""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from proxy.core.request.json_limits import JsonMask, excess, may_exceed
+from proxy.core.request.json_limits import JsonMask, exceeded_bound, may_exceed
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SLOW_BYTES = 1 << 18  # above: parsed leniently only for NaN and Infinity
@@ -55,7 +55,7 @@ PARSE, DONE = BodyStep.PARSE, BodyStep.DONE
 class LargeBody:
     def __init__(self, text: bytes) -> None:
         self.mask = JsonMask(text)
-        self.excess = ""  # the bound that it exceeds
+        self.exceeded_bound = ""  # the bound that it exceeds
         self._step = COUNT
         self._fields: Any = None
         self._error: orjson.JSONDecodeError | None = None
@@ -69,8 +69,8 @@ class LargeBody:
             self.mask.get()
             self._step = COUNT_EXACTLY
         elif step is COUNT_EXACTLY:
-            self.excess = excess(self.mask)
-            self._step = DONE if self.excess else PARSE
+            self.exceeded_bound = exceeded_bound(self.mask)
+            self._step = DONE if self.exceeded_bound else PARSE
         elif step is PARSE:
             self._parse(text)
             self._step = DONE

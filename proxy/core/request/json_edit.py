@@ -35,10 +35,8 @@ SHORT_VALUE_BYTES = 256  # bytes of a value searched for its end
 # Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
 MAX_MEMBERS = 2000
 MAX_ADDED_MEMBERS = 50
-MIN_MEMBER_BYTES, MAX_KEY_QUOTES = (
-    5,
-    2 * MAX_MEMBERS,
-)  # bytes of `"":1,`; quotes of the keys and values
+MIN_MEMBER_BYTES = 5  # of `"":1,`
+MAX_KEY_QUOTES = 2 * MAX_MEMBERS
 START = attrgetter("start")
 
 
@@ -61,7 +59,7 @@ def members(body: bytes, mask: JsonMask | None = None) -> list[JsonMember]:
     return _walk(body, body.index(b"{") + 1, masked(body) if mask is None else mask.get()) or []
 
 
-def check(body: bytes, mask: JsonMask | None = None) -> list[JsonMember] | None:
+def check_members(body: bytes, mask: JsonMask | None = None) -> list[JsonMember] | None:
     """Raise `TooManyMembersError` if later edits would.
 
     Return the members if they had to be found, or the mask exists.
@@ -130,7 +128,7 @@ def _encode_names(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
     return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
 
 
-def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMember] | None:
+def _find_unique(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMember] | None:
     """Return these members, if each name occurs once in the text.
 
     Return None if a name may be escaped.
@@ -143,7 +141,7 @@ def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[JsonMe
         if at < 0 or _find_name(body, quoted, at + 1) >= 0 or (key := KEY.match(body, at)) is None:
             return None
         value = key.end()
-        end = _end_of_short(body, value)
+        end = _short_value_end(body, value)
         if end < 0:
             return None
         found.append(JsonMember(name, at, value, end))
@@ -160,7 +158,7 @@ def _find_name(body: bytes, quoted: bytes, start: int) -> int:
     return -1 if first < 0 else body.find(quoted, max(start, first - mark))
 
 
-def _end_of_short(body: bytes, start: int) -> int:
+def _short_value_end(body: bytes, start: int) -> int:
     """Find the end of a short value; -1 if it is long or a list."""
     first = body[start]
     if first == QUOTE or first == OPENING[1]:
@@ -172,12 +170,12 @@ def _end_of_short(body: bytes, start: int) -> int:
     return scalar.end() if scalar else -1
 
 
-def _named(
+def _find_members(
     body: bytes, names: Mapping[bytes, tuple[str, bytes]], field_names: Set[str] | None
 ) -> list[JsonMember]:
     if field_names is not None:
         names = {key: name for key, name in names.items() if name[0] in field_names}
-        found = _found(body, names) if names else []
+        found = _find_unique(body, names) if names else []
         if found is not None:
             return found
     there = None
@@ -195,7 +193,7 @@ def _named(
 
 
 def count_members(body: bytes, name: str) -> int:
-    return len(_named(body, _encode_names((name,)), {name}))
+    return len(_find_members(body, _encode_names((name,)), {name}))
 
 
 def edit_members(
@@ -216,7 +214,9 @@ def edit_members(
     at = 0
     there: set[str] = set()
     text: bytes | None = None
-    for key, start, value, end in _named(body, names, field_names) if found is None else found:
+    if found is None:
+        found = _find_members(body, names, field_names)
+    for key, start, value, end in found:
         name = names[key][0]
         there.add(name)
         text = fields[name]
@@ -233,7 +233,7 @@ def edit_members(
         if (added := fields[name]) is not None and name not in there
     ]
     if new:
-        end = _last(body, body.rindex(b"}")) + 1
+        end = _last_non_space(body, body.rindex(b"}")) + 1
         if end > at:
             bare = body[end - 1] == OPENING[1]
             pieces.append(body[at:end])
@@ -249,9 +249,9 @@ def edit_members(
 
 def _with_comma(body: bytes, at: int, start: int, end: int) -> tuple[int, int]:
     """Return the bounds of a member with the comma before it, or if it has none, the one after."""
-    before = _last(body, start)
+    before = _last_non_space(body, start)
     if before >= at and body[before] != OPENING[1]:
-        return _last(body, before) + 1, end
+        return _last_non_space(body, before) + 1, end
     comma = COMMA.match(body, end)
     return start, comma.end() if comma else end
 
@@ -263,7 +263,7 @@ def _ends_with_brace(pieces: list[bytes]) -> bool:
     return False
 
 
-def _last(text: bytes, end: int) -> int:
+def _last_non_space(text: bytes, end: int) -> int:
     if text[end - 1] not in SPACE:
         return end - 1
     while end:  # in pieces: byte by byte takes 60 ns each

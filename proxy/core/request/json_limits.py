@@ -52,31 +52,31 @@ def masked(text: bytes) -> bytes:
 
 def may_exceed(body: bytes) -> bool:
     """Return whether a text with its strings exceeds a bound."""
-    some = _sample(body)
-    scale = SAMPLE_MARGIN * len(body) / max(len(some), 1)
-    quotes, opened, commas = _counted(some)
-    if not _excess(int(quotes * scale), int(opened * scale), int(commas * scale)):
+    sample = _take_sample(body)
+    scale = SAMPLE_MARGIN * len(body) / max(len(sample), 1)
+    quotes, opened, commas = _count_signs(sample)
+    if not _exceeded_bound(int(quotes * scale), int(opened * scale), int(commas * scale)):
         return False
-    return bool(_excess(*_counted(body)))
+    return bool(_exceeded_bound(*_count_signs(body)))
 
 
-def _sample(text: bytes) -> bytes:
+def _take_sample(text: bytes) -> bytes:
     part = len(text) / len(SAMPLE_PLACES)
     starts = [int((number + place) * part) for number, place in enumerate(SAMPLE_PLACES)]
     return b"".join([text[at : at + SAMPLE_BYTES] for at in starts])
 
 
-def excess(mask: JsonMask) -> str:
+def exceeded_bound(mask: JsonMask) -> str:
     """Return the bound that a JSON text exceeds, or ""."""
     plain = mask.get()
     quotes = count_up_to(plain, b'"', MAX_QUOTES)
     if quotes > MAX_QUOTES:
-        return _excess(quotes, 0, 0)
-    _, opened, commas = _counted(b"".join(plain.split(b'"')[::2]))
-    return _excess(quotes, opened, commas)
+        return _exceeded_bound(quotes, 0, 0)
+    _, opened, commas = _count_signs(b"".join(plain.split(b'"')[::2]))
+    return _exceeded_bound(quotes, opened, commas)
 
 
-def _excess(quotes: int, opened: int, commas: int) -> str:
+def _exceeded_bound(quotes: int, opened: int, commas: int) -> str:
     nodes = (quotes + 1) // 2 + opened  # the count may stop inside a string
     if nodes > MAX_NODES:
         return f"{MAX_NODES:,} strings, lists and objects"
@@ -85,7 +85,7 @@ def _excess(quotes: int, opened: int, commas: int) -> str:
     return ""
 
 
-def _counted(text: bytes) -> tuple[int, int, int]:
+def _count_signs(text: bytes) -> tuple[int, int, int]:
     """Count quotes, opening brackets and commas, until one of them exceeds its bound."""
     quotes = opened = commas = 0
     for at in range(0, len(text), PIECE_BYTES):

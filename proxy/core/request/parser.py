@@ -32,12 +32,12 @@ from proxy.core.request.client_fields import (
     salt_in,
 )
 from proxy.core.request.json_body import LargeBody, parsed
-from proxy.core.request.json_edit import check
+from proxy.core.request.json_edit import check_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
 from proxy.core.request.response_owners import ResponseOwners
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
-from proxy.core.request.sizing import CUT, Sizer, fit, use_known_prefix
+from proxy.core.request.sizing import CUT, Sizer, shrink_to_fit, use_known_prefix
 from proxy.core.request.split_check import why_not_split
 from proxy.core.request.token_estimate import parse_count
 from proxy.core.tenants.tenants import Rank, Tenant
@@ -75,7 +75,7 @@ class RequestParser:
     def __init__(self, roster: Roster, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
         self.splits = False  # requests may be handed over
-        self.may = ClientFields()
+        self.allowed = ClientFields()
         self.passes_priority = False  # workers get the class
         self.cuts_output = False  # the largest worker may cut output that fits no worker
         self._roster = roster
@@ -106,14 +106,14 @@ class RequestParser:
             info.salt = salt_in(fields)
         if hashed:
             if parse_count(fields.get(CUT)) is None:  # keeps the beginning
-                self._hash(info, route.shape, fields, body)
+                self._hash_prompt(info, route.shape, fields, body)
             if info.generates:
                 _name_session(info, route.shape, fields, request.session)
         if route.shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
-            info.pinned = self._find_holder(previous, tenant)
-            self._add_stored(info)
+            info.pinned = self._find_storing_worker(previous, tenant)
+            self._add_stored_tokens(info)
         info.long = info.expected_tokens > self.short_limit
-        self._fit(info)
+        self._shrink_to_fit(info)
         if self.splits:
             _allow_split(info, fields)
         if info.fields is not None or info.field_names is not None:
@@ -129,7 +129,7 @@ class RequestParser:
             large = LargeBody(body)
         fields = _fields_of_json(body, large)
         tenants = request.tenant is not None
-        if named := find_forbidden(fields, body, tenants=tenants, may=self.may):
+        if named := find_forbidden(fields, body, tenants=tenants, allowed=self.allowed):
             raise RefusedError(refusals.forbidden_field(named))
         if named := find_repeated(fields, body):
             raise RefusedError(refusals.duplicate_field(named))
@@ -138,7 +138,7 @@ class RequestParser:
     def _fields_of_form(self, request: ReceivedRequest) -> dict[str, Any]:
         body, kind, tenant = request.body, request.content_type, request.tenant
         tenants = tenant is not None
-        if named := find_forbidden_in_form(body, kind, tenants=tenants, may=self.may):
+        if named := find_forbidden_in_form(body, kind, tenants=tenants, allowed=self.allowed):
             raise RefusedError(refusals.forbidden_field(named))
         fields: dict[str, Any] = form_fields(body, kind)
         if tenant is not None and tenant.spec.models is not None:
@@ -154,11 +154,11 @@ class RequestParser:
         else:
             model = self._only_model(named, tenant)
         if tenant is not None and not tenant.may_use(model):
-            raise RefusedError(refusals.not_allowed(model, self._known(tenant)))
+            raise RefusedError(refusals.not_allowed(model, self._models_for(tenant)))
         return model
 
     def _only_model(self, named: object, tenant: Tenant | None) -> str:
-        known = self._known(tenant)
+        known = self._models_for(tenant)
         if named is None or named == "":
             if len(known) == 1:
                 return known[0]
@@ -168,7 +168,7 @@ class RequestParser:
         all_listed = self._roster.all_listed(named)
         raise RefusedError(refusals.model_not_served(named, known, all_listed=all_listed))
 
-    def _known(self, tenant: Tenant | None) -> list[str]:
+    def _models_for(self, tenant: Tenant | None) -> list[str]:
         known = self._roster.models()
         return [name for name in known if tenant is None or tenant.may_use(name)]
 
@@ -203,7 +203,7 @@ class RequestParser:
             edits[INTERVAL] = None
         if tenant.spec.models is not None:  # workers default to their own model
             edits["model"] = orjson.dumps(info.model)
-        if not self.may.priority:
+        if not self.allowed.priority:
             passes = self.passes_priority and route.takes_priority
             priority = PRIORITIES.get(info.rank) if passes else None
             if priority is not None or PRIORITY in fields:
@@ -215,31 +215,31 @@ class RequestParser:
     def _read_by_id(self, request: ReceivedRequest) -> RequestInfo:
         """Pin a request to the worker that stores its response."""
         roster, route, tenant = self._roster, request.route, request.tenant
-        holder = self._find_holder(route.response_id, tenant)
-        worker, models = roster.get(holder), roster.models()
+        worker_name = self._find_storing_worker(route.response_id, tenant)
+        worker, models = roster.get(worker_name), roster.models()
         live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
         info = self._sizer.estimate(route, model, {}, 0, request.id, tenant)
-        info.pinned, info.explain = holder, request.explain
+        info.pinned, info.explain = worker_name, request.explain
         if tenant is not None:
             info.tenant, info.rank = tenant, tenant.spec.rank
         return info
 
-    def _find_holder(self, response_id: object, tenant: Tenant | None) -> str:
+    def _find_storing_worker(self, response_id: object, tenant: Tenant | None) -> str:
         """Return the name of the worker that stores a response; "" if it is not known.
 
         Without a known owner, the response may be another tenant's, so a tenant is refused.
         """
-        holder = ""
+        worker_name = ""
         if type(response_id) is str:
-            holder = self.stored.find_worker(response_id, tenant)
-        if holder in self._roster:
-            return holder
+            worker_name = self.stored.find_worker(response_id, tenant)
+        if worker_name in self._roster:
+            return worker_name
         if tenant is not None:
             raise RefusedError(refusals.no_response(str(response_id)))
         return ""
 
-    def _add_stored(self, info: RequestInfo) -> None:
+    def _add_stored_tokens(self, info: RequestInfo) -> None:
         """Add the tokens of the stored response that a request continues.
 
         A worker may leave some of them out, so they refuse no request.
@@ -254,7 +254,7 @@ class RequestParser:
             info.prompt_error += tokens
             info.prefix = ()  # the body is the prompt's end
 
-    def _hash(
+    def _hash_prompt(
         self, info: RequestInfo, shape: PromptFields, fields: dict[str, Any], body: bytes
     ) -> None:
         start = prompt_start(shape, body)
@@ -294,22 +294,22 @@ class RequestParser:
 
     def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
         self._sizer.apply_count(info, prompt_tokens)
-        self._fit(info)
+        self._shrink_to_fit(info)
         info.long = info.expected_tokens > self.short_limit
 
-    def _fit(self, info: RequestInfo) -> None:
+    def _shrink_to_fit(self, info: RequestInfo) -> None:
         pinned = self._roster.get(info.pinned) if info.pinned else None
         most = self._roster.pool(info.model).limit if pinned is None else pinned.limit
         if info.needed_context > most:
-            fit(info, most, cuts_output=self.cuts_output)
+            shrink_to_fit(info, most, cuts_output=self.cuts_output)
 
 
 def _fields_of_json(body: bytes, large: LargeBody | None) -> dict[str, Any]:
     if large is not None:
         while large.advance():
             pass
-        if large.excess:
-            raise RefusedError(refusals.bad_request(f"The body has more than {large.excess}."))
+        if bound := large.exceeded_bound:
+            raise RefusedError(refusals.bad_request(f"The body has more than {bound}."))
     try:
         fields = parsed(body) if large is None else large.fields()
     except orjson.JSONDecodeError as error:
@@ -325,7 +325,7 @@ def _name_session(
     if not session_id:
         session_id = id_in_body(fields)
     if not session_id and shape is RESPONSE:
-        info.chained = True
+        info.is_chained = True
         session_id = previous_response(fields)
     if session_id:
         owner = "" if info.tenant is None else info.tenant.name
@@ -334,9 +334,9 @@ def _name_session(
 
 def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
     """Note the names of the fields if a request may be handed over."""
-    info.whole = info.whole or why_not_split(info, fields)
-    info.least_output = "min_tokens" in fields
-    if info.whole:
+    info.why_whole = info.why_whole or why_not_split(info, fields)
+    info.has_min_tokens = "min_tokens" in fields
+    if info.why_whole:
         return
     edits = info.fields or {}
     added = {name for name, text in edits.items() if text is not None}
@@ -345,10 +345,10 @@ def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
 
 def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
     """Check that a body can be edited, and note where the fields to edit are."""
-    found, edits = check(body, mask), info.fields
+    found, edits = check_members(body, mask), info.fields
     if found is not None and edits is not None:
         names = {name.encode() for name in edits}
-        info.found = [member for member in found if member.name in names]
+        info.found_members = [member for member in found if member.name in names]
 
 
 def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:

@@ -101,7 +101,7 @@ class Sizer:
             info.stream = is_true(body.get("stream"))
         if extent.guessed:
             info.media = None if extent.cut else _media_to_learn(extent, learned)
-            info.whole = "not_text"
+            info.why_whole = "not_text"
         if extent.guessed or extent.cut:
             info.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
@@ -150,10 +150,10 @@ def _prompt_size(
 ) -> tuple[int, int, int, int]:
     """Return the tokens of all prompts, and of the largest prompt: error, tokens, least tokens."""
     text, tokens, tools = extent.text, extent.tokens, extent.tools
-    prompt = largest = _total(learned, text - tools, tokens, tools, extent.prompts)
+    prompt = largest = _total_tokens(learned, text - tools, tokens, tools, extent.prompts)
     if extent.largest_text >= 0:
         text, tokens = extent.largest_text, extent.largest_tokens
-        largest = _total(learned, text, tokens)
+        largest = _total_tokens(learned, text, tokens)
     error = int(learned.error(text - tools, tools)) if text else 0
     if extent.guessed:
         error += _guess_error(extent, learned)
@@ -191,13 +191,15 @@ def _media_to_learn(extent: PromptExtent, learned: LearnedSizes) -> RequestMedia
     return RequestMedia(counts, int(other_tokens), learned.error(text, extent.tools))
 
 
-def _total(learned: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
+def _total_tokens(
+    learned: LearnedSizes, text: int, tokens: int, tools: int = 0, prompts: int = 1
+) -> int:
     if text or tools:
         return max(int(learned.tokens(text, tools, prompts) + tokens), 1)
     return tokens
 
 
-def fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
+def shrink_to_fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
     """Shrink an estimate to `most` if it may fit, so that the largest worker decides.
 
     `cuts_output`: vLLM 0.32 cuts the output limit to the remaining context of at least one token.

@@ -46,7 +46,7 @@ class PromptExtent:
         *,
         prompts: int = 1,
         largest_text: int = -1,
-        looks: int = MAX_EXAMINED,
+        examinable: int = MAX_EXAMINED,
         sizes: Numbers = FIRST_SIZES,
     ) -> None:
         self.text = text  # bytes
@@ -59,7 +59,7 @@ class PromptExtent:
         self.prompts = prompts
         self.plain = False  # a single text that /tokenize can count
         self.cut = False  # the worker cuts more text off
-        self.looks = looks
+        self.examinable = examinable
         self.sizes = sizes  # tokens per medium
 
 
@@ -93,8 +93,8 @@ def text_bytes(text: str) -> int:
     if length <= LONG_TEXT_CHARS:
         return len(text.encode("utf-8", "surrogatepass"))
     step = int(length / SAMPLED_CHARS * SAMPLE_STEP_FACTOR) | 1  # odd: table columns are often even
-    some = text[int(step * SAMPLE_PHASE) :: step]
-    return len(some.encode("utf-8", "surrogatepass")) * length // len(some)
+    sample = text[int(step * SAMPLE_PHASE) :: step]
+    return len(sample.encode("utf-8", "surrogatepass")) * length // len(sample)
 
 
 def json_bytes(value: JSON) -> int:
@@ -127,17 +127,17 @@ def _longest_prompt(prompts: list[JSON]) -> int:
 
 def _limit_values(extent: PromptExtent, values: list[JSON]) -> list[JSON]:
     """Return the values to examine; guess the rest."""
-    left = extent.looks
+    left = extent.examinable
     if len(values) <= left:
-        extent.looks = left - len(values)
+        extent.examinable = left - len(values)
         return values
-    extent.looks = 0
-    _guess_unseen(extent, values[left:])
+    extent.examinable = 0
+    _guess_unexamined(extent, values[left:])
     return values[:left]
 
 
-def _guess_unseen(extent: PromptExtent, unseen: JSON) -> None:
-    tokens = json_bytes(unseen) // BYTES_OF_A_TOKEN
+def _guess_unexamined(extent: PromptExtent, unexamined: JSON) -> None:
+    tokens = json_bytes(unexamined) // BYTES_OF_A_TOKEN
     extent.tokens += tokens
     extent.guessed += tokens
 
@@ -152,11 +152,11 @@ def _add_messages(extent: PromptExtent, messages: JSON) -> None:
             continue
         members = len(message)
         if members > 2:
-            if members > extent.looks:
-                extent.looks = 0
-                _guess_unseen(extent, message)
+            if members > extent.examinable:
+                extent.examinable = 0
+                _guess_unexamined(extent, message)
                 continue
-            extent.looks -= members
+            extent.examinable -= members
         content = message.get("content")
         if type(content) is str:
             text += len(content) if content.isascii() else text_bytes(content)
@@ -218,10 +218,10 @@ def _add_medium(extent: PromptExtent, kind: int, number: int) -> None:
     extent.media = counts[IMAGE], counts[AUDIO], counts[VIDEO]
 
 
-def _add_media(extent: PromptExtent, one: PromptExtent, times: int = 1) -> None:
-    if one.media is not None:
+def _add_media(extent: PromptExtent, prompt_extent: PromptExtent, times: int = 1) -> None:
+    if prompt_extent.media is not None:
         images, audios, videos = extent.media or NONE
-        more = [times * number for number in one.media]
+        more = [times * number for number in prompt_extent.media]
         extent.media = images + more[IMAGE], audios + more[AUDIO], videos + more[VIDEO]
 
 
@@ -256,22 +256,20 @@ def _add_prompts(
 ) -> None:
     extent.prompts = max(len(prompts), 1)
     largest, largest_size = PromptExtent(), -1
-    seen = _limit_values(extent, prompts)
-    for prompt in seen:
-        one = PromptExtent(looks=extent.looks, sizes=extent.sizes)
-        read(one, prompt)
-        extent.looks = one.looks
-        extent.text += one.text
-        extent.tokens += one.tokens
-        extent.guessed += one.guessed
-        _add_media(extent, one)
-        size = one.text + 4 * one.tokens
+    examined = _limit_values(extent, prompts)
+    for prompt in examined:
+        prompt_extent = PromptExtent(examinable=extent.examinable, sizes=extent.sizes)
+        read(prompt_extent, prompt)
+        extent.examinable = prompt_extent.examinable
+        extent.text += prompt_extent.text
+        extent.tokens += prompt_extent.tokens
+        extent.guessed += prompt_extent.guessed
+        _add_media(extent, prompt_extent)
+        size = prompt_extent.text + 4 * prompt_extent.tokens
         if size > largest_size:
-            largest, largest_size = one, size
-    if (
-        len(seen) < len(prompts)
-        and (longest := _longest_prompt(prompts[len(seen) :])) > largest_size
-    ):
+            largest, largest_size = prompt_extent, size
+    longest = _longest_prompt(prompts[len(examined) :])
+    if longest > largest_size:
         largest = PromptExtent(text=longest)
     extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
 
@@ -285,9 +283,8 @@ def _add_prompt(extent: PromptExtent, prompt: JSON) -> None:
         else:
             _add_parts(extent, prompt)
     elif type(prompt) is dict:
-        _add_parts(
-            extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"]
-        )
+        content = prompt.get("content")
+        _add_parts(extent, content if type(content) is list else [prompt])
 
 
 def _measure_prompt(extent: PromptExtent, prompt: JSON) -> None:
@@ -308,16 +305,16 @@ def _measure_completion(extent: PromptExtent, body: dict[str, JSON]) -> None:
         return
     # Each blob is a prompt, besides text and token ids.
     blobs = embedded if type(embedded) is list else [embedded]
-    seen = blobs[: extent.looks]  # `_add_prompts` charges them to `looks`
-    prompts: list[JSON] = [{"type": EMBEDDED, "data": item} for item in seen]
-    if unseen := len(blobs) - len(seen):
-        _guess_unseen(extent, blobs[len(seen) :])
+    examined = blobs[: extent.examinable]  # `_add_prompts` charges them to `examinable`
+    prompts: list[JSON] = [{"type": EMBEDDED, "data": item} for item in examined]
+    if unexamined := len(blobs) - len(examined):
+        _guess_unexamined(extent, blobs[len(examined) :])
     if type(prompt) is list and prompt and type(prompt[0]) is not int:
         prompts += prompt
     elif prompt is not None:
         prompts.append(prompt)
     _add_prompts(extent, prompts, _add_prompt)
-    extent.prompts += unseen
+    extent.prompts += unexamined
 
 
 def _measure_input(extent: PromptExtent, body: dict[str, JSON]) -> None:
@@ -361,7 +358,7 @@ def _measure_pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
     cuts = [parse_count(body.get(key)) or 0 for key in PAIR_CUTS]
     sizes = extent.sizes
     left = _measure_side(body, PAIR_KEYS[0], cuts[0], MAX_EXAMINED, sizes)
-    right = _measure_side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
+    right = _measure_side(body, PAIR_KEYS[1], cuts[1], left.examinable, sizes)
     repeats = right.prompts if left.prompts == 1 else 1  # one query is read for each document
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
@@ -375,15 +372,15 @@ def _measure_pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
 
 
 def _measure_side(
-    body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int, sizes: Numbers
+    body: dict[str, JSON], keys: tuple[str, ...], most: int, examinable: int, sizes: Numbers
 ) -> PromptExtent:
     """Measure all prompts of a side; the largest text and tokens may differ in prompt."""
     value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]
-    side = PromptExtent(prompts=len(prompts), largest_text=0, looks=looks, sizes=sizes)
-    seen = _limit_values(side, prompts)
-    for prompt in seen:
+    side = PromptExtent(prompts=len(prompts), largest_text=0, examinable=examinable, sizes=sizes)
+    examined = _limit_values(side, prompts)
+    for prompt in examined:
         text, tokens = side.text, side.tokens
         _add_prompt(side, prompt)
         if most and side.text - text > most * BYTES_KEPT:
@@ -391,8 +388,8 @@ def _measure_side(
             side.cut = True
         side.largest_text = max(side.largest_text, side.text - text)
         side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
-    if len(seen) < len(prompts):
-        longest = _longest_prompt(prompts[len(seen) :])
+    if len(examined) < len(prompts):
+        longest = _longest_prompt(prompts[len(examined) :])
         side.largest_text = max(side.largest_text, min(longest, most * BYTES_KEPT or longest))
     return side
 

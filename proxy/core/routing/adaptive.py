@@ -74,7 +74,7 @@ class Adaptive(Rule):
             return self.choose(view) if view.candidates else None
         cached = worker.cached_tokens(prefixes) if prefixes else 0
         others_cache_more = bool(prefixes) and prefixes[0][0] > cached
-        if others_cache_more and view.waits is not None:
+        if others_cache_more and view.cache_waits is not None:
             view.cache_wait = find_cache_wait(view, min(costs), worker)
             if view.cache_wait is not None:
                 return None
@@ -136,40 +136,52 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 
     At its end the other would still be in time. If it is late now, any wait in time counts.
     """
-    info, now = view.info, view.now
-    latest = view.due - other.ttft_s(info, now, other.cached_tokens(view.cached_prefixes))
-    found: CacheWait | None = None
-    if latest >= now:
-        return cheapest_wait(view, other, cost_s, latest)
-    if info.deadline == inf:
-        found = cheapest_wait(view, other, cost_s, inf)
-    return found or cheapest_wait(view, other, cost_s, None)
-
-
-def cheapest_wait(
-    view: View, other: Worker, cost_s: float, latest: float | None
-) -> CacheWait | None:
-    """`latest`: for the slot; None: as its due time permits."""
-    info, now, prefixes, waits = view.info, view.now, view.cached_prefixes, view.waits
-    found: CacheWait | None = None
-    if waits is None:
+    cached = other.cached_tokens(view.cached_prefixes)
+    full = [
+        worker
+        for worker in view.cache_holders
+        if worker.cached_tokens(view.cached_prefixes) > cached and may_await(worker, view)
+    ]
+    if not full:
         return None
-    elsewhere, least_s = other.cached_tokens(prefixes), inf if latest is None else cost_s
-    for worker in view.holders:
-        cached = worker.cached_tokens(prefixes)
-        if cached <= elsewhere or not may_await(worker, view):
-            continue
-        own_s = placement_costs([worker], view)[0][0]
-        wait_s = slots.next_slot_s(worker, waits.count(worker))
-        if latest is None:
-            until = end = view.due - worker.ttft_s(info, now, cached)
-        else:
-            end = latest
-            until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), end, view.wait_until)
-        if own_s + wait_s < least_s and now + wait_s < end and now < until:
+    latest = view.first_token_due - other.ttft_s(view.info, view.now, cached)
+    if latest >= view.now:
+        return cheapest_wait(full, view, cost_s, latest)
+    wait = cheapest_wait(full, view, cost_s, inf) if view.info.deadline == inf else None
+    return wait or cheapest_wait_in_time(full, view)
+
+
+def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) -> CacheWait | None:
+    """Return a wait that costs less than `cost_s` and ends before `latest`."""
+    now, least_s = view.now, cost_s
+    found: CacheWait | None = None
+    for worker in full:
+        own_s, wait_s = cost_after_wait(worker, view)
+        until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
+        if own_s + wait_s < least_s and now + wait_s < latest and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, latest is None, worker.elsewhere.placed)
+            found = CacheWait(worker, wait_s, until, only=False, placed=worker.remote_load.placed)
     return found
+
+
+def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
+    """Return a wait after which the full worker itself is in time."""
+    now, least_s = view.now, inf
+    found: CacheWait | None = None
+    for worker in full:
+        own_s, wait_s = cost_after_wait(worker, view)
+        cached = worker.cached_tokens(view.cached_prefixes)
+        until = view.first_token_due - worker.ttft_s(view.info, now, cached)
+        if own_s + wait_s < least_s and now + wait_s < until:
+            least_s = own_s + wait_s
+            found = CacheWait(worker, wait_s, until, only=True, placed=worker.remote_load.placed)
+    return found
+
+
+def cost_after_wait(worker: Worker, view: View) -> tuple[float, float]:
+    """Return the cost on a full worker, and the wait for its slot."""
+    waiting = 0 if view.cache_waits is None else view.cache_waits.count(worker)
+    return placement_costs([worker], view)[0][0], slots.next_slot_s(worker, waiting)
 
 
 def may_await(worker: Worker, view: View) -> bool:
@@ -209,23 +221,25 @@ def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Wor
 
 
 def score(worker: Worker, view: View) -> Score:
-    info, now, pace = view.info, view.now, worker.pace
+    info, pace = view.info, worker.pace
     costs = placement_costs([worker], view)[0]
     offer = view.offer
     if offer is not None and handover_offers([worker], costs, view):
-        wait = offer.prefill_s + offer.wait_s(worker, view)
-        own = offer.transfer_s(worker, view)
-        harm = costs[0] - wait - own - pace.step_s(worker.decoding)
-        by = offer.prefill.name
-        have, known = offer.cached_tokens, offer.prefill.reports_prefixes
-        return Score(worker.name, costs[0], wait, own, harm, have, known, prefill_by=by)
-    total = costs[0]
+        wait_s = offer.prefill_s + offer.wait_s(worker, view)
+        transfer_s = offer.transfer_s(worker, view)
+        harm_s = costs[0] - wait_s - transfer_s - pace.step_s(worker.decoding)
+        cached, is_reported = offer.cached_tokens, offer.prefill.reports_prefixes
+        return Score(
+            worker.name, costs[0], wait_s, transfer_s, harm_s, cached, is_reported,
+            prefill_by=offer.prefill.name,
+        )  # fmt: skip
     cached = worker.cached_tokens(view.cached_prefixes)
-    prefill = pace.first_token_s(info.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
-    wait = worker.wait_s(now, for_long=info.long)
-    wait += kv_wait_s(worker, info, info.prompt_tokens + info.expected_output * info.samples)
-    harm, known = total - wait - prefill - pace.fixed_s, worker.reports_prefixes
-    return Score(worker.name, total, wait, prefill, harm, cached, known)
+    prefill_s = pace.first_token_s(info.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
+    wait_s = worker.wait_s(view.now, for_long=info.long)
+    wait_s += kv_wait_s(worker, info, info.prompt_tokens + info.expected_output * info.samples)
+    harm_s = costs[0] - wait_s - prefill_s - pace.fixed_s
+    is_reported = worker.reports_prefixes
+    return Score(worker.name, costs[0], wait_s, prefill_s, harm_s, cached, is_reported)
 
 
 def misfit_s(worker: Worker, view: View) -> float:

@@ -46,9 +46,9 @@ def find_candidates(
         found = [worker for worker in found if worker not in attempts.paused] or found
     if not found and not info.pinned and (info.prompt_error or attempts.continues):
         found = _possible_holders(pool, info, now, attempts)
-    whole = attempts.whole or info.whole
-    view = View(info, now, found, pool, traffic, prefixes, tried, whole, info.explain)
-    view.holders = holders if pool.ranked else pool.all
+    why_whole = attempts.why_whole or info.why_whole
+    view = View(info, now, found, pool, traffic, prefixes, tried, why_whole, info.explain)
+    view.cache_holders = holders if pool.ranked else pool.all
     view.session = session
     return view
 
@@ -104,10 +104,10 @@ def leave_batch_reserve(view: View, settings: FairnessSettings) -> None:
 
 
 def disturbs_handovers(decision: Decision, view: View, settings: FairnessSettings) -> bool:
-    info, halves, offer = view.info, decision.handover, view.offer
-    if halves is not None:
-        return not leaves_room(halves.prefill, info, view.now, settings)
-    if not view.pool.prefills or view.whole or view.tried:
+    info, handover, offer = view.info, decision.handover, view.offer
+    if handover is not None:
+        return not leaves_room(handover.prefill, info, view.now, settings)
+    if not view.pool.prefills or view.why_whole or view.tried:
         return False
     if offer is not None and leaves_room(offer.prefill, info, view.now, settings):
         return False  # the rule compared both

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from proxy.core.fleet import slots
 from proxy.core.fleet.kv_links import KvLinks
@@ -47,6 +47,12 @@ class HandoverVerdict:
     # Or the reasons of `split_check`.
 
 
+class PrefillChoice(NamedTuple):
+    worker: Worker
+    prefill_s: float  # until its response
+    cached_tokens: int
+
+
 def whole_s(worker: Worker, view: View) -> float:
     info, now, prefixes = view.info, view.now, view.cached_prefixes
     cost = worker.flat_price + worker.prompt_price * info.prompt_tokens
@@ -69,13 +75,13 @@ def choose_prefill(
     links: KvLinks,
     *,
     tries: bool = False,
-) -> tuple[Worker, float, int] | None:
-    """Return the first prefill worker to be done, its seconds and cached tokens.
+) -> PrefillChoice | None:
+    """Return the first prefill worker to be done.
 
     Workers without a link to a decode worker are skipped; idle, they would always win. `tries`: a
     failed worker takes its place for a trial.
     """
-    best: tuple[Worker, float, int] | None = None
+    best: PrefillChoice | None = None
     failed: list[Worker] = []
     for worker in pool.prefills:
         if not worker.accepts(now) or worker in tried or not _may_prefill(worker, info):
@@ -86,22 +92,22 @@ def choose_prefill(
             failed.append(worker)
         cached = worker.cached_tokens(prefixes)
         seconds = worker.ttft_s(info, now, cached)
-        if best is not None and (seconds, worker.served) >= (best[1], best[0].served):
+        if best is not None and (seconds, worker.served) >= (best.prefill_s, best.worker.served):
             continue
         if links.can_reach(worker, pool.all, now):
-            best = worker, seconds, cached
+            best = PrefillChoice(worker, seconds, cached)
     if failed and best is not None and (due := find_due_trial(failed, prefixes, now)) is not None:
-        return due, best[1], due.cached_tokens(prefixes)
+        return PrefillChoice(due, best.prefill_s, due.cached_tokens(prefixes))
     return best
 
 
 def may_still_decode(lease: Lease, now: float, within_s: float) -> bool:
-    worker, halves = lease.worker, lease.decision.handover
+    worker, handover = lease.worker, lease.decision.handover
     if not is_healthy(lease):
         return False
-    if halves is None or not halves.tokens or within_s == inf:
+    if handover is None or not handover.tokens or within_s == inf:
         return True
-    return worker.wait_s(now, for_long=lease.info.long) + halves.transfer_s <= within_s
+    return worker.wait_s(now, for_long=lease.info.long) + handover.transfer_s <= within_s
 
 
 def is_healthy(lease: Lease) -> bool:
@@ -112,8 +118,8 @@ def choose_other_decode(
     workers: Iterable[Worker], lease: Lease, now: float, links: KvLinks, within_s: float
 ) -> Worker | None:
     """Return the decode worker with the shortest wait."""
-    info, first, halves = lease.info, lease.prefill, lease.decision.handover
-    if first is None or halves is None:
+    info, prefill_leg, handover = lease.info, lease.prefill, lease.decision.handover
+    if prefill_leg is None or handover is None:
         return None
     found = [
         (wait_s, worker.requests, worker.served, worker)
@@ -124,8 +130,8 @@ def choose_other_decode(
         and worker.may_fit(info)
         and not slots.must_wait(worker, now)
         and fits(worker, info, now)
-        and not links.is_unusable(first.worker, worker, now)
-        and (wait_s := worker.wait_s(now, for_long=info.long)) + halves.transfer_s <= within_s
+        and not links.is_unusable(prefill_leg.worker, worker, now)
+        and (wait_s := worker.wait_s(now, for_long=info.long)) + handover.transfer_s <= within_s
     ]
     return min(found)[-1] if found else None
 
@@ -149,28 +155,23 @@ def consider_handover(decision: Decision, view: View) -> Decision | None:
     return replace(offer.decision(worker, view), scores=decision.scores)
 
 
-def verdict(decision: Decision, view: View) -> str:
+def handover_verdict(decision: Decision, view: View) -> str:
     info, worker = view.info, decision.worker
     if decision.handover is not None:
         return HandoverVerdict.HANDED_OVER
-    if whole := decision.whole or view.whole:
-        return whole
+    if why_whole := decision.why_whole or view.why_whole:
+        return why_whole
     if not view.pool.prefills:
         return HandoverVerdict.NO_PREFILL
     if view.offer is None:
         return HandoverVerdict.PREFILL_BUSY
     if worker.role is not DECODE:
         return HandoverVerdict.ELSEWHERE
-    offer, links = view.offer, view.offer.links
-    if links.is_unusable(offer.prefill, worker, view.now):
-        transfer_s = offer.transfer_s(worker, view)
-        if (
-            offer.cost_without_link_check(worker, view, whole_s(worker, view), transfer_s)
-            is not None
-        ):
+    offer = view.offer
+    if offer.links.is_unusable(offer.prefill, worker, view.now):
+        costs_s = whole_s(worker, view), offer.transfer_s(worker, view)
+        if offer.cost_without_link_check(worker, view, *costs_s) is not None:
             return HandoverVerdict.PREFILL_BUSY
-    return (
-        HandoverVerdict.CACHED
-        if 2 * worker.cached_tokens(view.cached_prefixes) > info.prompt_tokens
-        else HandoverVerdict.NOT_WORTH_IT
-    )
+    if 2 * worker.cached_tokens(view.cached_prefixes) > info.prompt_tokens:
+        return HandoverVerdict.CACHED
+    return HandoverVerdict.NOT_WORTH_IT

@@ -17,7 +17,7 @@ from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
-from proxy.core.queue.eviction import amounts
+from proxy.core.queue.eviction import amounts_of
 from proxy.core.queue.latency_admission import NO_TARGETS, placed_too_late
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE, Queue
 from proxy.core.queue.ticket import Ticket
@@ -57,8 +57,8 @@ class Placer:
         self.settings = settings
         self.rule = rule(settings.policy)
         queue = self.queue
-        queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
-        queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
+        queue.max_requests, queue.max_bytes = settings.queue_requests, settings.queue_bytes
+        queue.max_wait_s, queue.max_tokens = settings.queue_wait_s, settings.queue_tokens
         queue.fairness = settings.fairness
         self.roster.rank_by(self.rule.rank)
 
@@ -94,20 +94,20 @@ class Placer:
         """Charge a request to the chosen workers and to its tenant, and count the decision."""
         info, now, worker = view.info, view.now, decision.worker
         if view.pool.decodes and self.settings.transfer:
-            decision.whether = handover_cost.verdict(decision, view)
-            key = info.model, decision.whether
+            decision.verdict = handover_cost.handover_verdict(decision, view)
+            key = info.model, decision.verdict
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if attempts.is_retry:
             decision = replace(decision, reason=Reason.RETRY)
-        if decision.whole:
-            attempts = replace(attempts, whole=decision.whole)
+        if decision.why_whole:
+            attempts = replace(attempts, why_whole=decision.why_whole)
         lease = self.fleet.charge(info, decision, now, attempts)
         if info.session:
             decision.turn = candidate_rules.turn_of(view, worker)
             lease.session = self.roster.sessions.get_or_create(info.session, now)
         if info.tenant is not None:
-            info.bill.free, halves = free, decision.handover
-            cached = decision.cached_tokens if halves is None else halves.cached_tokens
+            info.bill.free, handover = free, decision.handover
+            cached = decision.cached_tokens if handover is None else handover.cached_tokens
             fairness.charge(self.settings.fairness, info.tenant, info, cached)
         if info.prefix:  # a decode worker has it after the transfer: see `lease_book`
             first = worker if decision.handover is None else decision.handover.prefill
@@ -196,14 +196,14 @@ class Placer:
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
         info = view.info
-        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.most:
-            view.waits = self.queue.cache_waits
-            view.due = (self.settings.admission or NO_TARGETS).due(info, since)
+        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.max_requests:
+            view.cache_waits = self.queue.cache_waits
+            view.first_token_due = (self.settings.admission or NO_TARGETS).due(info, since)
             longest_s = min(self.queue.longest_wait_s(info), info.deadline - since)
             view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
     def _has_room_to_wait(self, view: View) -> bool:
-        queue, more, wait = self.queue, amounts(view.info), view.cache_wait
+        queue, more, wait = self.queue, amounts_of(view.info), view.cache_wait
         if wait is not None and wait.only:
             return queue.make_room(more, self.place_queued, view.now)
         return queue.has_room(more)
@@ -226,7 +226,7 @@ class Placer:
         """Choose for a request that waited long for a decode worker."""
         info, view.candidates = view.info, candidates
         # Without the hand-over it would wait for the same slot, and then stall decodes.
-        offer.stands = True
+        offer.may_wait_for_slot = True
         if (decision := self._choose(view)) is not None:
             one_is_ahead = decision.handover is not None and offer.prefill.prefill_tokens > 0
             return None if one_is_ahead else decision
@@ -234,7 +234,7 @@ class Placer:
         view.candidates = [w for w in candidates if handover_cost.may_queue(w, info)]
         decision = self._choose(view)
         if decision is not None:
-            decision.whole = handover_cost.HandoverVerdict.NO_ROOM
+            decision.why_whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
 
     def _make_view(self, info: RequestInfo, now: float, attempts: Attempts) -> View:
@@ -242,7 +242,7 @@ class Placer:
         view = candidate_rules.find_candidates(self.roster, info, now, attempts, traffic)
         view.longs_waiting = queue.has_waiting and queue.count_waiting(info.model, long=True) > 0
         pool = view.pool
-        if pool.prefills and pool.decodes and self.settings.transfer and not view.whole:
+        if pool.prefills and pool.decodes and self.settings.transfer and not view.why_whole:
             view.offer = self._offer_handover(view)
         return view
 
@@ -279,7 +279,7 @@ class Placer:
         self.fleet.start_due_decodes(now)
         view = self._make_view(info, now, FIRST_ATTEMPT)
         view.explain = True
-        if self.queue.has_room(amounts(info)):
+        if self.queue.has_room(amounts_of(info)):
             self._allow_wait(view, now)
         trial = self._choose_trial(view)
         decision = self._choose(view)
@@ -293,9 +293,9 @@ class Placer:
         )
         if decision is not None:
             asked = view.pool.decodes and self.settings.transfer
-            whether = handover_cost.verdict(decision, view) if asked else ""
+            verdict = handover_cost.handover_verdict(decision, view) if asked else ""
             turn = candidate_rules.turn_of(view, decision.worker) if info.session else ""
-            return replace(decision, scores=scores, whether=whether, turn=turn)
+            return replace(decision, scores=scores, verdict=verdict, turn=turn)
         return replace(self._explain_wait(view), scores=scores)
 
     def _explain_wait(self, view: View) -> Refusal:

@@ -40,14 +40,14 @@ class View:
     traffic: Traffic
     cached_prefixes: PrefixHolders  # cached prefix lengths and their workers
     tried: frozenset[Worker]
-    whole: str  # why it cannot be split; empty if it can
+    why_whole: str  # why it cannot be split; empty if it can
     explain: bool
     longs_waiting: bool = False  # queued, of this model
     offer: HandoverOffer | None = None
     session: Session | None = None  # that the prompt extends
-    holders: Sequence[Worker] = ()  # of its cache, among many workers
-    waits: CacheWaits | None = None  # None: it may not wait for a cache
-    due: float = inf  # its first token, if it may
+    cache_holders: Sequence[Worker] = ()  # of its cache, among many workers
+    cache_waits: CacheWaits | None = None  # None: it may not wait for a cache
+    first_token_due: float = inf  # if it may
     wait_until: float = inf  # the longest, if others are in time
     cache_wait: CacheWait | None = None  # why no worker is chosen
 
@@ -58,11 +58,11 @@ class HandoverOffer:
     prefill_s: float  # until its response
     cached_tokens: int  # on the prefill worker
     transfers: TransferTimes
-    above: int | None  # threshold in tokens; None: compare costs
+    min_tokens: int | None  # threshold in tokens; None: compare costs
     links: KvLinks
-    within_s: float = inf  # limit of wait and transfer
+    max_transfer_s: float = inf  # limit of wait and transfer
     shorts_per_s: float = 0.0  # expected per decode worker
-    stands: bool = False  # may wait in the decode engine for a slot
+    may_wait_for_slot: bool = False  # in the decode engine
 
     def tokens_to_transfer(self, worker: Worker, view: View) -> int:
         prompt, prefixes = view.info.prompt_tokens, view.cached_prefixes
@@ -99,8 +99,8 @@ class HandoverOffer:
         lost_s = max(prefill_s - here.step_s(worker.decoding), PREFILL_STALL_SHARE * prefill_s)
         others_s = lost_s * (worker.decoding + worker.foreign_requests)
         more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
-        tide_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
-        return more_s + tide_s + min(slots.wait_s(worker, view.now), self.prefill_s)
+        later_shorts_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
+        return more_s + later_shorts_s + min(slots.wait_s(worker, view.now), self.prefill_s)
 
     def cost_if_better(self, worker: Worker, view: View, whole_s: float) -> float | None:
         """Return a hand-over's cost; None if `whole_s` is less."""
@@ -114,10 +114,9 @@ class HandoverOffer:
     def cost_without_link_check(
         self, worker: Worker, view: View, whole_s: float, transfer_s: float
     ) -> float | None:
-        """Return the same, without a check of the link."""
         cost_s = self.cost_s(worker, view, transfer_s)
-        if self.above is not None:
-            return cost_s if self.tokens_to_transfer(worker, view) > self.above else None
+        if self.min_tokens is not None:
+            return cost_s if self.tokens_to_transfer(worker, view) > self.min_tokens else None
         whole_s += self.harm_s(worker, view)
         return cost_s if cost_s * (1.0 + MIN_GAIN_SHARE) + MIN_GAIN_S < whole_s else None
 
@@ -128,11 +127,11 @@ class HandoverOffer:
             return False
         if worker.prefill_tokens or worker.foreign_tokens:
             transfer_s += worker.wait_s(now, for_long=view.info.long)
-        return transfer_s <= self.within_s
+        return transfer_s <= self.max_transfer_s
 
     def has_slot(self, worker: Worker, view: View) -> bool:
         """Return whether a slot is free by the end of the prefill."""
-        return self.stands or not slots.must_wait(worker, view.now, self.prefill_s)
+        return self.may_wait_for_slot or not slots.must_wait(worker, view.now, self.prefill_s)
 
     def may_begin(self, worker: Worker, view: View) -> bool:
         """Return whether room is free now, and a slot by the end of the prefill."""

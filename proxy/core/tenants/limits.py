@@ -17,14 +17,19 @@ from array import array
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 MINUTE = 60.0
 CELLS_PER_TENANT = 2
 REQUESTS, TOKENS = range(CELLS_PER_TENANT)
-State = tuple[int, int, float]  # limit, rest, seconds to full
 ROUNDING_S = 1e-6
 CONCURRENCY_RETRY_S = 1.0
+
+
+class BucketState(NamedTuple):
+    limit: int
+    remaining: int
+    reset_s: float  # until the bucket is full
 
 
 class Limit(StrEnum):
@@ -51,8 +56,8 @@ class LimitExceeded:
     limit: Limit
     most: int
     retry_after_s: float | None = None  # None: never
-    requests: State | None = None
-    tokens: State | None = None
+    requests: BucketState | None = None
+    tokens: BucketState | None = None
 
 
 class TokenBucket:
@@ -86,8 +91,9 @@ class TokenBucket:
         cells, at = self._cells, self._at
         cells[at] = max(cells[at], now) + amount * self._each_s
 
-    def shown(self, now: float) -> State:
-        return self.per_minute, max(int(self.remaining(now)), 0), self.reset_s(now)
+    def state(self, now: float) -> BucketState:
+        remaining = max(int(self.remaining(now)), 0)
+        return BucketState(self.per_minute, remaining, self.reset_s(now))
 
 
 class RemoteUsage(Protocol):
@@ -115,11 +121,11 @@ class RemoteLimits(Protocol):
     def is_fresh(self) -> bool:
         """Whether the reported state is new."""
 
-    def take(self, tokens: int) -> bool:
+    def take_from_advance(self, tokens: int) -> bool:
         """Admit a request from what is charged in advance; False if that is not enough."""
 
-    def ask(self, tokens: int, done: Decided) -> PendingDecision | None:
-        """Have a request decided; None if this host decides."""
+    def request_decision(self, tokens: int, done: Decided) -> PendingDecision | None:
+        """Have the server decide a request; None if this host decides."""
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
         """Report a charge; `soon`: others may wait for it."""
@@ -128,11 +134,11 @@ class RemoteLimits(Protocol):
 class TenantUsage:
     def __init__(self, limits: Limits) -> None:
         self.running = 0  # includes queued ones
-        self.elsewhere = 0  # in other processes
-        self.others: RemoteUsage | None = None
-        self.remote: RemoteLimits | None = None  # decides for all hosts
+        self.running_elsewhere = 0  # in other processes
+        self.remote_usage: RemoteUsage | None = None
+        self.remote_limits: RemoteLimits | None = None  # decides for all hosts
         self._parts = 1
-        self._held = 0  # places kept for retries
+        self._kept_places = 0  # places kept for retries
         self._cells: MutableSequence[float] = array("d", [0.0] * CELLS_PER_TENANT)
         self.set_limits(limits)
 
@@ -151,7 +157,7 @@ class TenantUsage:
         """Apply one of some equal parts of each limit; other hosts have the others."""
         if parts != self._parts:
             self._parts = parts
-            self.elsewhere = 0  # other hosts have their own parts
+            self.running_elsewhere = 0  # other hosts have their own parts
             self.set_limits(self._limits)
 
     @property
@@ -167,7 +173,7 @@ class TenantUsage:
         self, requests_full_at: float, tokens_full_at: float, elsewhere: int
     ) -> None:
         self._cells[REQUESTS], self._cells[TOKENS] = requests_full_at, tokens_full_at
-        self.elsewhere = elsewhere
+        self.running_elsewhere = elsewhere
 
     def charge_known(self, now: float, requests: int, tokens: int) -> None:
         """Charge what is reported already; negative: not used yet."""
@@ -182,7 +188,7 @@ class TenantUsage:
             self._add_running(1)
         return exceeded
 
-    def exceeded_elsewhere(self, now: float, limit: Limit, wait_s: float) -> LimitExceeded:
+    def exceeded_on_server(self, now: float, limit: Limit, wait_s: float) -> LimitExceeded:
         limits = self._limits
         most = {
             Limit.REQUESTS: limits.requests_per_minute,
@@ -192,10 +198,10 @@ class TenantUsage:
         return self._exceeded(now, limit, most or 0, wait_s)
 
     def _report(self, requests: int, tokens: int, *, soon: bool = False) -> None:
-        if self.remote is not None:
-            self.remote.charge(requests, tokens, soon=soon)
+        if self.remote_limits is not None:
+            self.remote_limits.charge(requests, tokens, soon=soon)
 
-    def share(self, cells: MutableSequence[float]) -> None:
+    def use_shared_cells(self, cells: MutableSequence[float]) -> None:
         for at, number in enumerate(self._cells):
             cells[at] = max(cells[at], number)
         self._cells = cells
@@ -210,11 +216,11 @@ class TenantUsage:
             self.charge_read(now)
             return exceeded
         most = self._concurrency
-        others = None if most is None else self.others
+        others = None if most is None else self.remote_usage
         if others is not None:
             # Publish first: two concurrent processes see each other, though both may fail.
             others.publish(self.running + 1)
-            self.elsewhere = others.running()
+            self.running_elsewhere = others.running()
         exceeded = self.decide(now, tokens)
         if exceeded is None:
             self.running += 1
@@ -224,10 +230,12 @@ class TenantUsage:
 
     def spent_limit(self, now: float) -> LimitExceeded | None:
         """Return the limit that refuses every request now."""
-        if self.remote is not None and not (self.is_limited and self.remote.is_fresh):
+        if self.remote_limits is not None and not (self.is_limited and self.remote_limits.is_fresh):
             return None
-        others = None if self._concurrency is None else self.others
-        return self._find_exceeded(now, self.elsewhere if others is None else others.running(), 0)
+        others = None if self._concurrency is None else self.remote_usage
+        return self._find_exceeded(
+            now, self.running_elsewhere if others is None else others.running(), 0
+        )
 
     def charge_read(self, now: float) -> None:
         if self._requests is not None:
@@ -236,7 +244,7 @@ class TenantUsage:
 
     def decide(self, now: float, tokens: int) -> LimitExceeded | None:
         """Charge a request to the buckets, or return the exceeded limit."""
-        if (exceeded := self._find_exceeded(now, self.elsewhere, tokens)) is not None:
+        if (exceeded := self._find_exceeded(now, self.running_elsewhere, tokens)) is not None:
             return exceeded
         self.charge_known(now, 1, tokens)
         if self._requests is not None or self._tokens is not None:
@@ -255,8 +263,8 @@ class TenantUsage:
 
     def _add_running(self, more: int) -> None:
         self.running += more
-        if self.others is not None and self._concurrency is not None:
-            self.others.publish(self.running + self._held)
+        if self.remote_usage is not None and self._concurrency is not None:
+            self.remote_usage.publish(self.running + self._kept_places)
 
     def too_long(self, prompt: int) -> LimitExceeded | None:
         most = self._limits.max_prompt_tokens
@@ -266,15 +274,15 @@ class TenantUsage:
         requests, tokens = self.remaining(now)
         return LimitExceeded(limit, most, wait, requests, tokens)
 
-    def remaining(self, now: float) -> tuple[State | None, State | None]:
+    def remaining(self, now: float) -> tuple[BucketState | None, BucketState | None]:
         requests, tokens = self._requests, self._tokens
         return (
-            None if requests is None else requests.shown(now),
-            None if tokens is None else tokens.shown(now),
+            None if requests is None else requests.state(now),
+            None if tokens is None else tokens.state(now),
         )
 
     def enter_again(self, now: float, tokens: int) -> None:
-        self._held = 0
+        self._kept_places = 0
         self._add_running(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
@@ -282,11 +290,11 @@ class TenantUsage:
             self._report(0, tokens)
 
     def keep_place(self) -> None:
-        self._held = 1
+        self._kept_places = 1
 
     def release_place(self) -> None:
-        if self._held:
-            self._held = 0
+        if self._kept_places:
+            self._kept_places = 0
             self._add_running(0)
 
     def leave(self, now: float, taken: int, used: int) -> None:

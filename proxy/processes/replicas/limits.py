@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Decided, Limit
 from proxy.processes.replicas import redis_server
-from proxy.processes.replicas.advance import MOMENT_S, Advance
+from proxy.processes.replicas.limit_advance import MOMENT_S, LimitAdvance
 from proxy.processes.replicas.timers import EarliestTimer, ReplyDeadline
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ NO_LIMIT = -1
 LIMITS = {1: Limit.REQUESTS, 2: Limit.TOKENS, 3: Limit.CONCURRENCY}
 
 
-class Call(NamedTuple):
-    """What a call of the server did for a tenant besides new requests."""
+class ReportedCharges(NamedTuple):
+    """A tenant's charges that a call reports to the server."""
 
-    number: int
+    call: int  # its number
     requests: int
     tokens: int
 
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     requests_s: float  # until the bucket is full
     tokens_s: float
     elsewhere: int  # requests in flight in other processes
-    ahead: tuple[int, int]  # requests and tokens charged in advance
+    advance: tuple[int, int]  # requests and tokens charged in advance
     verdicts: list[tuple[Limit | None, float]]  # of the new requests, and how long to wait
 
     @classmethod
@@ -68,8 +68,8 @@ class Answer(NamedTuple):
             (LIMITS[which] if which else None, wait_us * MICRO)
             for which, wait_us in zip(words[::2], words[1::2], strict=True)
         ]
-        ahead = ahead_requests, ahead_tokens
-        return cls(requests_us * MICRO, tokens_us * MICRO, elsewhere, ahead, verdicts)
+        advance = ahead_requests, ahead_tokens
+        return cls(requests_us * MICRO, tokens_us * MICRO, elsewhere, advance, verdicts)
 
 
 class LimitRequest:
@@ -92,10 +92,10 @@ class TenantLimits:
         self.tenant = tenant
         self.waiting: list[LimitRequest] = []
         self.requests = self.tokens = 0  # charges to report
-        self.advance = Advance(limiter.clock())
+        self.advance = LimitAdvance(limiter.clock())
         self.full_at = (0.0, 0.0)  # of both buckets, as last reported
         self.known_at = -FRESH_S
-        self.unsure: Call | None = None  # a call without a reply
+        self.unanswered: ReportedCharges | None = None  # of a call without a reply
         self._limiter = limiter
 
     @property
@@ -103,30 +103,41 @@ class TenantLimits:
         return self._limiter.clock() - self.known_at <= FRESH_S
 
     @property
-    def has_more(self) -> bool:
-        return bool(self.unsure or self.waiting or self.requests or self.tokens)
+    def has_unreported(self) -> bool:
+        return bool(self.unanswered or self.waiting or self.requests or self.tokens)
 
-    def take(self, tokens: int) -> bool:
+    def take_from_advance(self, tokens: int) -> bool:
         if not self.advance.take(tokens):
             return False
         self.tenant.ledger.charge_known(self._limiter.clock(), 1, tokens)
         return True
 
-    def ask(self, tokens: int, done: Decided) -> LimitRequest | None:
+    def request_decision(self, tokens: int, done: Decided) -> LimitRequest | None:
         """Have the server decide a request; None if this process decides."""
         if not self._limiter.is_up:
             return None
         request = LimitRequest(tokens, done)
         self.waiting.append(request)
-        self._limiter.wake(self)
+        self._limiter.call_soon_for(self)
         return request
 
-    def ask_ahead(self) -> tuple[int, int]:
+    def advance_to_request(self) -> tuple[int, int]:
         """Return what to charge in advance; report what is given up."""
         requests, tokens = self.advance.change(self._limiter.clock())
         self.requests += min(requests, 0)
         self.tokens += min(tokens, 0)
         return max(requests, 0), max(tokens, 0)
+
+    def next_call(self, number: int, *, may_advance: bool) -> TenantCall:
+        """Return what the next call is for, without a reply to the last one only that again."""
+        if self.unanswered is not None:
+            return TenantCall(self, self.unanswered, (0, 0), [])
+        more_advance = self.advance_to_request() if may_advance else (0, 0)
+        charges = ReportedCharges(number, self.requests, self.tokens)
+        self.requests = self.tokens = 0
+        waiting = self.waiting[:MAX_REQUESTS]
+        del self.waiting[:MAX_REQUESTS]
+        return TenantCall(self, charges, more_advance, waiting)
 
     def return_advance(self) -> None:
         advance = self.advance
@@ -139,10 +150,16 @@ class TenantLimits:
         self.requests += requests
         self.tokens += tokens
         delay_s = SOON_S if soon else GATHER_S
-        self._limiter.changed(self, MOMENT_S if self.advance.requests else delay_s)
+        self._limiter.report_within(self, MOMENT_S if self.advance.requests else delay_s)
 
 
-Asked: TypeAlias = tuple[TenantLimits, Call, list[LimitRequest]]
+class TenantCall(NamedTuple):
+    """A tenant's part of a call."""
+
+    limits: TenantLimits
+    charges: ReportedCharges
+    more_advance: tuple[int, int]  # requests and tokens to charge in advance
+    waiting: list[LimitRequest]  # for the decision
 
 
 class SharedLimiter:
@@ -167,29 +184,29 @@ class SharedLimiter:
         self._changed: dict[TenantLimits, None] = {}
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
-        self._asked: list[Asked] | None = None  # without a reply
+        self._in_flight: list[TenantCall] | None = None  # without a reply
         self._trusted_at: float | None = 0.0  # until then the server may lack charges; None: is up
-        self._is_due = False  # the next call is arranged, or follows the reply
-        self._deadline = ReplyDeadline(settings.timeout_s, self._too_late)
+        self._call_is_due = False  # the next call is arranged, or follows the reply
+        self._deadline = ReplyDeadline(settings.timeout_s, self._reply_is_late)
         self._lost = asyncio.Event()  # the connection
         self._defect: Exception | None = None
         self._timer = EarliestTimer(self._call_soon)
-        self._arrange()
+        self._follow_tenants()
 
     @property
     def is_up(self) -> bool:
         return self._trusted_at is None
 
-    def wake(self, limits: TenantLimits) -> None:
+    def call_soon_for(self, limits: TenantLimits) -> None:
         self._changed[limits] = None
         self._call_soon()
 
-    def changed(self, limits: TenantLimits, delay_s: float) -> None:
+    def report_within(self, limits: TenantLimits, delay_s: float) -> None:
         """Report the changes of a tenant within a time."""
         self._changed[limits] = None
         self._timer.start(delay_s)
 
-    def _arrange(self) -> None:
+    def _follow_tenants(self) -> None:
         """Follow the tenants of the fleet file."""
         if self._edition == self._tenants.edition:
             return
@@ -197,10 +214,10 @@ class SharedLimiter:
         here = set(self._tenants)
         self._known = {tenant: each for tenant, each in self._known.items() if tenant in here}
         for tenant in here - self._known.keys():
-            tenant.ledger.remote = self._known[tenant] = TenantLimits(self, tenant)
-        self._divide()
+            tenant.ledger.remote_limits = self._known[tenant] = TenantLimits(self, tenant)
+        self._divide_limits()
 
-    def _divide(self) -> None:
+    def _divide_limits(self) -> None:
         """Decide alone with a part of each limit while the server is away."""
         parts = 1 if self.is_up else self._table.hosts
         for tenant in self._known:
@@ -214,7 +231,7 @@ class SharedLimiter:
                 if self._connection is None:
                     await self._connect()
                 if self._connection is not None:
-                    self._arrange()
+                    self._follow_tenants()
                     self._changed.update(dict.fromkeys(self._to_report()))
                     self._call_soon()
                 if self.is_up:
@@ -226,8 +243,8 @@ class SharedLimiter:
                 if self._defect is not None:
                     raise self._defect
         finally:
-            if self._asked is not None:
-                self._asked, self._is_due = None, False
+            if self._in_flight is not None:
+                self._in_flight, self._call_is_due = None, False
             self._disconnect()
 
     def _to_report(self) -> list[TenantLimits]:
@@ -237,7 +254,7 @@ class SharedLimiter:
             limits
             for tenant, limits in self._known.items()
             if tenant.ledger.is_limited
-            and (tenant.ledger.running or limits.has_more or max(limits.full_at) > now)
+            and (tenant.ledger.running or limits.has_unreported or max(limits.full_at) > now)
         ]
 
     async def _connect(self) -> None:
@@ -256,39 +273,29 @@ class SharedLimiter:
 
     def _call_soon(self) -> None:
         """Call the server for all requests of this turn, after the last reply."""
-        if self._is_due or self._connection is None:
+        if self._call_is_due or self._connection is None:
             return
-        self._is_due = True
-        if self._asked is None:
+        self._call_is_due = True
+        if self._in_flight is None:
             asyncio.get_running_loop().call_soon(self._call)
 
     def _call(self) -> None:
-        self._is_due = False
+        self._call_is_due = False
         if (connection := self._connection) is None:
             return
-        self._arrange()
+        self._follow_tenants()
         batch = list(self._changed)[:MAX_KEYS]
         for limits in batch:
             del self._changed[limits]
-        self._is_due = bool(self._changed)
+        self._call_is_due = bool(self._changed)
         self._calls += 1
-        asked = self._asked = []
-        keys, arguments = [], [self._name, LEASE_S]
-        for limits in batch:
-            again = limits.unsure
-            ahead = 0, 0
-            if again is None:
-                if self.is_up:
-                    ahead = limits.ask_ahead()
-                call = Call(self._calls, limits.requests, limits.tokens)
-                waiting = limits.waiting[:MAX_REQUESTS]
-                del limits.waiting[:MAX_REQUESTS]
-                limits.requests = limits.tokens = 0
-            else:
-                call, waiting = again, []
-            asked.append((limits, call, waiting))
-            keys.append(f"{{{self._settings.namespace}}}:tenant:{limits.tenant.name}")
-            arguments += self._arguments(limits, call, ahead, waiting, again=again is not None)
+        is_up = self.is_up
+        calls = [limits.next_call(self._calls, may_advance=is_up) for limits in batch]
+        self._in_flight = calls
+        keys = [f"{{{self._settings.namespace}}}:tenant:{x.limits.tenant.name}" for x in calls]
+        arguments = [self._name, LEASE_S]
+        for call in calls:
+            arguments += self._arguments(call)
         self._deadline.start()
         if connection.error is not None:
             self._replied(connection.error)
@@ -298,38 +305,39 @@ class SharedLimiter:
         else:
             connection.send("PING", replied=self._replied)
 
-    def _too_late(self) -> None:
-        if self._asked is not None and self._connection is not None:
+    def _reply_is_late(self) -> None:
+        if self._in_flight is not None and self._connection is not None:
             self._connection.fail(TimeoutError())
 
     def _replied(self, reply: Any) -> None:
-        if (asked := self._asked) is None:
+        if (calls := self._in_flight) is None:
             return
-        is_due, self._asked, self._is_due = self._is_due, None, False
+        is_due, self._in_flight, self._call_is_due = self._call_is_due, None, False
         try:
             if isinstance(reply, Exception):
                 raise reply
             answers = [
-                Answer.read(answer, len(waiting))
-                for (_, _, waiting), answer in zip(asked, reply if asked else (), strict=True)
+                Answer.read(answer, len(call.waiting))
+                for call, answer in zip(calls, reply if calls else (), strict=True)
             ]
         except Exception as error:  # requests go on after any error
-            for limits, call, waiting in asked:
-                limits.unsure = call
-                limits.waiting = waiting + limits.waiting
-                self._changed[limits] = None
+            for call in calls:
+                call.limits.unanswered = call.charges
+                call.limits.waiting = call.waiting + call.limits.waiting
+                self._changed[call.limits] = None
             self._disconnect()
             self._note_down(error)
             return
         self._note_up()
         try:
-            for (limits, _, waiting), answer in zip(asked, answers, strict=True):
-                limits.unsure = None
-                self._take(limits, waiting, answer)
+            for call, answer in zip(calls, answers, strict=True):
+                limits = call.limits
+                limits.unanswered = None
+                self._apply_answer(limits, call.waiting, answer)
                 if limits.waiting:
-                    self.wake(limits)
-                elif limits.has_more or limits.advance.requests:
-                    self.changed(limits, MOMENT_S)
+                    self.call_soon_for(limits)
+                elif limits.has_unreported or limits.advance.requests:
+                    self.report_within(limits, MOMENT_S)
         except Exception as error:  # a defect; this process must not go on with lost requests
             self._defect = error
             self._lost.set()
@@ -342,46 +350,42 @@ class SharedLimiter:
             self._connection = None
             self._lost.set()
 
-    def _arguments(
-        self,
-        limits: TenantLimits,
-        call: Call,
-        ahead: tuple[int, int],
-        waiting: list[LimitRequest],
-        *,
-        again: bool,
-    ) -> list[Any]:
+    def _arguments(self, call: TenantCall) -> list[Any]:
+        """Return a tenant's arguments of the script, in the order of `limits.lua`."""
+        limits, charges, more_advance, waiting = call
         now, tenant = self.clock(), limits.tenant
         allowed = tenant.spec.limits
         most = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
         return [
-            call.number,
+            charges.call,
             tenant.ledger.running + limits.advance.requests,
-            call.requests,
-            call.tokens,
-            int(again),
+            charges.requests,
+            charges.tokens,
+            int(limits.unanswered is not None),
             *(max(full_at - now, 0.0) for full_at in limits.full_at),
             *(NO_LIMIT if limit is None else limit for limit in most),
             limits.advance.requests,
             limits.advance.tokens,
-            *ahead,
+            *more_advance,
             len(waiting),
             *(request.tokens for request in waiting),
         ]
 
-    def _take(self, limits: TenantLimits, waiting: list[LimitRequest], answer: Answer) -> None:
+    def _apply_answer(
+        self, limits: TenantLimits, waiting: list[LimitRequest], answer: Answer
+    ) -> None:
         now, ledger = self.clock(), limits.tenant.ledger
         limits.full_at = now + answer.requests_s, now + answer.tokens_s
         if self.is_up:
             limits.known_at = now
             ledger.apply_reported(*limits.full_at, answer.elsewhere)
-            limits.advance.add(*answer.ahead)
+            limits.advance.add(*answer.advance)
             ledger.charge_known(now, -limits.advance.requests, -limits.advance.tokens)
         for request, (which, wait_s) in zip(waiting, answer.verdicts, strict=True):
             exceeded = None
             if which is not None:
                 later_s = wait_s or CONCURRENCY_RETRY_S
-                exceeded = ledger.exceeded_elsewhere(now, which, later_s)
+                exceeded = ledger.exceeded_on_server(now, which, later_s)
             if request.done is not None:
                 request.done(exceeded)
             elif exceeded is None:  # the client has left
@@ -400,7 +404,7 @@ class SharedLimiter:
                 self._table.hosts,
             )
         self._trusted_at = inf
-        self._divide()
+        self._divide_limits()
         # Those of tenants that a reload has removed are in `_changed` only.
         for limits in {**self._changed, **dict.fromkeys(self._known.values())}:
             limits.return_advance()
@@ -417,4 +421,4 @@ class SharedLimiter:
         if self._trusted_at is not None and now >= self._trusted_at:
             logger.info("router.shared: connected; tenant limits are decided on the server")
             self._trusted_at = None
-            self._divide()
+            self._divide_limits()

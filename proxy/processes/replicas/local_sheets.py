@@ -10,8 +10,8 @@ from proxy.core.tenants.tenants import Rank
 from proxy.processes.replicas.messages import ProcessChanges
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
-    BREAKS,
-    LARGE,
+    BREAKER_CHANGES,
+    LARGE_PREFILLS,
     LIFE,
     NO_PLACES,
     TENANT_CHANGES,
@@ -39,11 +39,11 @@ class LocalSheet:
         self._forget()
 
     def _forget(self) -> None:
-        self._read = self._tenants_read = self._logged = 0
+        self._changes_read = self._tenants_read = self._logged = 0
         self._waiting = 0
         self._breakers: dict[str, float] = {}  # times of breakers' states
-        self._breaks = self._large = 0
-        self._loaded: dict[str, int] = {}  # reported requests
+        self._breaker_changes = self._large_prefills = 0
+        self._reported_requests: dict[str, int] = {}  # by worker
         self._places = NO_PLACES
         self._floors: tuple[float, ...] = ()
 
@@ -56,15 +56,15 @@ class LocalSheet:
         if (
             sheet.count(WAITING)
             or sheet.count(LIFE) != self._life
-            or sheet.count(BREAKS) != self._breaks
-            or sheet.count(LARGE) != self._large
+            or sheet.count(BREAKER_CHANGES) != self._breaker_changes
+            or sheet.count(LARGE_PREFILLS) != self._large_prefills
         ):
             return True
-        _, rows = sheet.changed_since(self._read)
+        _, rows = sheet.changed_since(self._changes_read)
         for row in workers.names if rows is None else rows:
             name = workers.names.get(row, "")
             requests = sheet.read_requests(row)
-            if requests != self._loaded.get(name, 0) and scarce(name, requests):
+            if requests != self._reported_requests.get(name, 0) and scarce(name, requests):
                 return True
         return False
 
@@ -92,18 +92,18 @@ class LocalSheet:
 
     def _read_workers(self, changed: ProcessChanges, workers: WorkerNames, *, whole: bool) -> None:
         sheet = self._sheet
-        self._breaks, self._large = sheet.count(BREAKS), sheet.count(LARGE)
-        self._read, rows = sheet.changed_since(self._read)
-        for gone in (
-            self._loaded.keys() - workers.rows.keys()
-        ):  # removed; its last requests are not seen
-            del self._loaded[gone]
-            changed.loads[gone] = NO_LOAD, 0.0
+        self._breaker_changes = sheet.count(BREAKER_CHANGES)
+        self._large_prefills = sheet.count(LARGE_PREFILLS)
+        self._changes_read, rows = sheet.changed_since(self._changes_read)
+        # The last requests of a removed worker are not seen.
+        for removed in self._reported_requests.keys() - workers.rows.keys():
+            del self._reported_requests[removed]
+            changed.loads[removed] = NO_LOAD, 0.0
         for row in workers.names if whole or rows is None else rows:
             if (name := workers.names.get(row)) is None:
                 continue
             load, _ = changed.loads[name] = sheet.read_load(row)
-            self._loaded[name] = load[0]
+            self._reported_requests[name] = load[0]
             at, snapshot = sheet.read_breaker(row)
             if at and at != self._breakers.get(name):
                 self._breakers[name] = at

@@ -54,7 +54,7 @@ class Notices:
                         self._send(WorkerDrained(name, draining=True))
 
     def write(self, update: Update) -> None:
-        """Put what is new, or all, into an update; later updates have what is too much for one."""
+        """Put what is new, or all, into an update; what is too much follows."""
         new = self._new_responses
         responses = [new.popleft() for _ in range(min(len(new), MAX_RESPONSES_SENT))]
         update.drains = self._new_drains
@@ -65,7 +65,7 @@ class Notices:
         update.responses, self._new_drains = responses, {}
 
     def apply(self, update: Update) -> None:
-        """Drain workers as other hosts did, where the last change counts; keep responses."""
+        """Drain workers as other hosts did; the last change counts."""
         for name, state in update.drains.items():
             at, draining, now = state
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
@@ -78,7 +78,7 @@ class Notices:
             self._send(StoredResponses(tuple(new)))
 
     def _drain_elsewhere(self, message: WorkerDrained) -> None:
-        """Have other hosts drain or undrain a worker, as the admin API of this one did."""
+        """Have other hosts follow the admin API of this one."""
         known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
         # Later than the change that it follows, even if another host's time of day is ahead.
         state = max(time.time(), known_at + LATER_S), message.draining, message.now

@@ -198,7 +198,7 @@ class RedisChannel:
         await self._connection.ask("PING")
 
     def _check(self) -> None:
-        """Notice with an empty write that the server has become a replica."""
+        """Write nothing, to notice a server that has become a replica."""
         if self._checks and (now := asyncio.get_running_loop().time()) >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S
             self._connection.send("HDEL", self._key, "none", replied=self._checked)

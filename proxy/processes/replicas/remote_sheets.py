@@ -26,7 +26,7 @@ from proxy.processes.replicas.messages import (
 )
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
-    BREAKS,
+    BREAKER_CHANGES,
     LIFE,
     NO_SHARES,
     TENANT_CHANGES,
@@ -153,7 +153,7 @@ class RemoteSheets:
     def folded_names(self) -> list[str]:
         return list(self._folded_names)
 
-    def place(self, names: list[str]) -> None:
+    def write_new_rows(self, names: list[str]) -> None:
         """Write workers that have new rows on this host."""
         for member in self.members.values():
             for process in member.processes.values():
@@ -251,7 +251,7 @@ class RemoteSheets:
             until, tried_at = _shifted(until, offset), _shifted(tried_at, offset)
             snapshot = closed, busy, until, failures, openings, tried_at, why
             sheet.write_breaker(row, at + offset, snapshot)
-            sheet.write_count(BREAKS, sheet.count(BREAKS) + 1)
+            sheet.write_count(BREAKER_CHANGES, sheet.count(BREAKER_CHANGES) + 1)
         sheet.mark_changed(row)
 
     def _clear(self, member: Member, index: int) -> None:

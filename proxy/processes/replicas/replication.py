@@ -31,14 +31,14 @@ from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.local_sheets import LocalSheet
 from proxy.processes.replicas.messages import Update, decode, encode
 from proxy.processes.replicas.notices import Notices
-from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
-from proxy.processes.replicas.reservations import Reservations, slots_for_others
-from proxy.processes.replicas.ticks import (
+from proxy.processes.replicas.publish_times import (
     MIN_PAUSE_S,
     PUBLISH_INTERVAL_S,
     SMALL_INTERVAL_S,
     PublishTimes,
 )
+from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
+from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.worker_names import WorkerNames
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Replication:
         """Take what other hosts must know from a message of a process."""
         match message:
             case WorkersChanged():
-                self.sheets.place(self.workers.apply(message))
+                self.sheets.write_new_rows(self.workers.apply(message))
                 self._reserve(self._now())
             case UrgentChange():
                 self._times.wake()

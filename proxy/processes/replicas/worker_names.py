@@ -20,7 +20,7 @@ class WorkerNames:
     def apply(self, changes: WorkersChanged) -> list[str]:
         """Apply the leader's changes; return the names that have new rows."""
         known = {worker.spec.name for worker in changes.known}
-        for gone in [*changes.gone, *(self._by_name.keys() - known if changes.all else ())]:
+        for gone in [*changes.removed, *(self._by_name.keys() - known if changes.complete else ())]:
             self._forget(self._by_name.get(gone, ""))
         added = []
         for worker in changes.known:

@@ -58,7 +58,7 @@ class LimitsPeer:
 
 
 class SharedUsage:
-    """A tenant's requests in flight, written and read at once; see `Others` in core's limits."""
+    """A tenant's requests in flight, written and read at once; implements `RemoteUsage`."""
 
     def __init__(
         self, row: int, own: ProcessSheet, remote: Peers[ProcessSheet], ledger: TenantUsage
@@ -79,10 +79,10 @@ class SharedUsage:
 
 class SharedLimits:
     def __init__(
-        self, tenants: Tenants, turns: ShareCounters, table: SharedTable, sharing: SharedLoad
+        self, tenants: Tenants, shares: ShareCounters, table: SharedTable, sharing: SharedLoad
     ) -> None:
         self._tenants = tenants
-        self._turns = turns
+        self._shares = shares
         self._table = table
         self._sheet = sharing.sheet
         self._peers = sharing.peers_of(LimitsPeer)
@@ -103,7 +103,7 @@ class SharedLimits:
             taken = _row_of(tenant)
             if tenant in self._rows and self._written[tenant] != taken:
                 self._write(tenant, self._rows[tenant], taken)
-        floors = tuple(self._turns.floors.values())
+        floors = tuple(self._shares.floors.values())
         if floors != self._floors:
             self._floors = floors
             self._sheet.write_floors(floors)
@@ -134,7 +134,7 @@ class SharedLimits:
             if (tenant := self._tenant_of.get(row)) is not None:
                 self._read_tenant(tenant, row)
         if FLOORS_ROW in rows:
-            floors = self._turns.floors
+            floors = self._shares.floors
             for peer in self._peers:
                 for rank, floor in zip(Rank, peer.sheet.read_floors(), strict=True):
                     floors[rank] = max(floors[rank], floor)
@@ -142,16 +142,15 @@ class SharedLimits:
     def _read_tenant(self, tenant: Tenant, row: int) -> None:
         rows_read = [peer.sheet.read_usage(row) for peer in self._peers]
         counted = len(self._peers.local) if tenant.ledger.is_divided else len(rows_read)
-        tenant.ledger.elsewhere = sum(peer_row.running for peer_row in rows_read[:counted])
+        tenant.ledger.running_elsewhere = sum(peer_row.running for peer_row in rows_read[:counted])
         waits = 0
         for peer_row in rows_read:
             waits |= peer_row.waits
             for rank, lift in enumerate(peer_row.lifts):
                 tenant.apply_lift(rank, lift)
-        self._turns.set_remote_waits(tenant, waits)
-        remote = (
-            tuple(map(sum, zip(*(_sums(peer_row) for peer_row in rows_read), strict=True))) or NONE
-        )
+        self._shares.set_remote_waits(tenant, waits)
+        sums = (_sums(peer_row) for peer_row in rows_read)
+        remote = tuple(map(sum, zip(*sums, strict=True))) or NONE
         if remote != (known := self._remote[tenant]):
             self._remote[tenant] = remote
             grown = [total - before for total, before in zip(remote, known, strict=True)]
@@ -178,17 +177,17 @@ class SharedLimits:
         for tenant in self._rows.keys() - rows.keys():
             del self._written[tenant], self._remote[tenant]
             tenant.watches.discard(self._watch)
-            tenant.ledger.others = None
-            self._turns.set_remote_waits(tenant, 0)
+            tenant.ledger.remote_usage = None
+            self._shares.set_remote_waits(tenant, 0)
         self._rows = rows
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
 
     def _restore_charges(self, tenant: Tenant, row: int) -> None:
         """Restore a tenant's charges after the tenant or a process was absent."""
         cells = self._table.tenant_cells(row)
-        tenant.ledger.share(cast("MutableSequence[float]", cells))
+        tenant.ledger.use_shared_cells(cast("MutableSequence[float]", cells))
         if self._sheets.local:  # other hosts are counted by the server, or have their parts
-            tenant.ledger.others = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
+            tenant.ledger.remote_usage = SharedUsage(row, self._sheet, self._sheets, tenant.ledger)
         before = self._sheet.read_usage(row)
         for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Protocol
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
-from proxy.processes.shared.process_sheet import BREAKS, LARGE, MAX_WORKERS, ProcessSheet
+from proxy.processes.shared.process_sheet import (
+    BREAKER_CHANGES,
+    LARGE_PREFILLS,
+    MAX_WORKERS,
+    ProcessSheet,
+)
 from proxy.processes.shared.shared_memory import SETTLE_S, Peer, Peers, SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.shared.worker_marks import WorkerMarks
@@ -43,21 +48,21 @@ class LoadPeer:
 
     def __init__(self, sheet: ProcessSheet) -> None:
         self.sheet = sheet
-        self.read = self.breaks = 0
+        self.changes_read = self.breaker_changes_read = 0
 
 
 class SharedPart(Protocol):
     """Other state that is shared in the same turns."""
 
     def publish(self) -> None:
-        """Write changes; called at the end of a turn with changes."""
+        """Write changes at the end of a turn."""
 
     def read_peers(self, now: float) -> None:
-        """Read the other processes' changes; called at each look."""
+        """Read the other processes' changes."""
 
 
 class SharedLoad:
-    """Implements `Others` of the core's fleet."""
+    """Implements `RemoteLoad` of the core's fleet."""
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class SharedLoad:
         self.peers = self.peers_of(LoadPeer)
         self._fleet = fleet
         self._clock = clock
-        self._soon = soon
+        self._call_soon = soon
         self._rows: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}
         self.marks = WorkerMarks()
@@ -91,7 +96,7 @@ class SharedLoad:
 
     # Rows
 
-    def place(self, worker: Worker, row: int, since: float) -> None:
+    def share_worker(self, worker: Worker, row: int, since: float) -> None:
         """Share a worker in a row that it owns since then; read the others' values."""
         self._rows[worker] = row
         self._workers[row] = worker
@@ -130,31 +135,31 @@ class SharedLoad:
         if self._reading:
             return
         if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
-            own = worker.requests - worker.elsewhere.requests
+            own = worker.requests - worker.remote_load.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
         self._fleet.roster.unpublished.add(worker)
         if not self._scheduled:
-            self.schedule()
+            self.schedule_flush()
 
-    def schedule(self, *, urgent: bool = False) -> None:
+    def schedule_flush(self, *, urgent: bool = False) -> None:
         if urgent and self.urgent is not None:
             self.urgent.unwritten = True
         if not self._scheduled:
             self._scheduled = True
-            self._soon(self.flush)
+            self._call_soon(self.flush)
 
     def has_urgent(self) -> bool:
         """Return whether other hosts should see a change that is not written yet at once."""
         urgent = self.urgent
         if urgent is None or urgent.unwritten or not self.table.awaits_urgent:
             return True
-        if self._fleet.large_changes != self.sheet.count(LARGE):
+        if self._fleet.large_prefill_changes != self.sheet.count(LARGE_PREFILLS):
             return True
         for worker in self._fleet.roster.unpublished:
             if (row := self._rows.get(worker)) is None:
                 continue
-            requests = worker.requests - worker.elsewhere.requests
+            requests = worker.requests - worker.remote_load.requests
             if urgent.is_urgent(worker, row, requests) or self._has_new_breaker(worker):
                 return True
         return False
@@ -179,8 +184,8 @@ class SharedLoad:
             sheet.mark_changed(row)
             if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
-        if (large := self._fleet.large_changes) != sheet.count(LARGE):
-            sheet.write_count(LARGE, large)
+        if (large_changes := self._fleet.large_prefill_changes) != sheet.count(LARGE_PREFILLS):
+            sheet.write_count(LARGE_PREFILLS, large_changes)
         if urgent is not None:
             urgent.report()
 
@@ -194,15 +199,15 @@ class SharedLoad:
         now, snapshot = self._clock(), worker.breaker.snapshot()
         self._breakers[worker] = now, snapshot
         self.sheet.write_breaker(row, now, snapshot)
-        self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
+        self.sheet.write_count(BREAKER_CHANGES, self.sheet.count(BREAKER_CHANGES) + 1)
 
     def publish_written(self) -> None:
         """Write generated tokens; no decision depends on them at once."""
         for worker in self._rows:
-            if worker.requests != worker.elsewhere.requests:
+            if worker.requests != worker.remote_load.requests:
                 self.publish_soon(worker)
 
-    def take_in_charges(self, now: float) -> None:
+    def read_remote_charges(self, now: float) -> None:
         """Read the other processes' changes since the last look."""
         if now < self._next:
             return
@@ -215,14 +220,14 @@ class SharedLoad:
         read_all = breakers = now >= self._next_full_read
         for peer in self.peers:
             sheet = peer.sheet
-            if read_all or sheet.changes != peer.read:
-                peer.read, changed = sheet.changed_since(peer.read)
+            if read_all or sheet.changes != peer.changes_read:
+                peer.changes_read, changed = sheet.changed_since(peer.changes_read)
                 if changed is None:
                     read_all = True
                 else:
                     rows |= changed
-                if (breaks := sheet.count(BREAKS)) != peer.breaks:
-                    peer.breaks = breaks
+                if (breaker_changes := sheet.count(BREAKER_CHANGES)) != peer.breaker_changes_read:
+                    peer.breaker_changes_read = breaker_changes
                     breakers = True
         if read_all:
             self._next_full_read = now + FULL_READ_INTERVAL_S
@@ -239,7 +244,7 @@ class SharedLoad:
             return False
         # The supervisor lowers this before other hosts learn that slots are free.
         self._fleet.health.reserve(worker, self.table.reserved(row))
-        requests = worker.requests - worker.elsewhere.requests
+        requests = worker.requests - worker.remote_load.requests
         for peer in self.peers:
             requests += peer.sheet.read_requests(row)
         if requests < worker.most:
@@ -273,7 +278,7 @@ class SharedLoad:
             load = tuple(map(add, load, other))
             if other_due_at > due_at:
                 due_at = other_due_at
-        if load != worker.elsewhere:
+        if load != worker.remote_load:
             self.changes += 1
             self._fleet.health.apply_remote_load(worker, WorkerLoad._make(load), due_at, now)
         elif due_at > worker.due_at:

@@ -58,9 +58,9 @@ class SharedPrefixes:
         self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
         self._unread: dict[int, list[UnreadPrompt]] = {}  # by the first block, the oldest first
         self._unread_prompts = self._unread_hashes = 0
-        fleet.roster.prefixes.read_others = self._record_unread
-        fleet.roster.prefixes.others_record = self._note_prefix
-        fleet.roster.sessions.others_record = self._note_turn
+        fleet.roster.prefixes.record_remote_prompts = self._record_unread
+        fleet.roster.prefixes.report_prefix = self._note_prefix
+        fleet.roster.sessions.report_turn = self._note_turn
 
     def _note_prefix(self, hashes: tuple[int, ...], index: int) -> None:
         if self._taking:
@@ -73,7 +73,7 @@ class SharedPrefixes:
         if mark := self._sharing.marks.mark_of(worker):
             self._new.append(mark << LENGTH_BITS | len(hashes))
             self._new.extend(hashes)
-            self._sharing.schedule()
+            self._sharing.schedule_flush()
 
     def _note_turn(self, session: Session, visit: Visit) -> None:
         worker = self._fleet.roster.by_index.get(visit.worker)

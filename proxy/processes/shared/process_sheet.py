@@ -41,10 +41,10 @@ AT_TENANTS = AT_TRAFFIC + PLACES * TRAFFIC_WORDS
 AT_LOG = AT_TENANTS + MAX_TENANTS * TENANT_WORDS
 SHEET_WORDS = AT_LOG + LOG
 # Words in the head.
-CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = range(9)
+CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKER_CHANGES, LOGGED, ALIVE = range(9)
 RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by the word that counts their changes
 FLOORS = 9  # and the next two words: each class's position when its last request left
-LARGE = 12  # starts and ends of large prefills
+LARGE_PREFILLS = 12  # starts and ends of large prefills
 
 LOAD = Struct("@11qd")
 BREAKER = Struct("@dqdqqd")
@@ -214,9 +214,8 @@ class ProcessSheet:
         store(self._memory, self._traffic + place * TRAFFIC_WORDS * WORD, TRAFFIC.pack(*traffic))
 
     def read_traffic(self, place: int) -> TrafficRow:
-        return TrafficRow(
-            *TRAFFIC.unpack_from(self._memory, self._traffic + place * TRAFFIC_WORDS * WORD)
-        )
+        at = self._traffic + place * TRAFFIC_WORDS * WORD
+        return TrafficRow(*TRAFFIC.unpack_from(self._memory, at))
 
     def write_usage(self, row: int, usage: TenantRow) -> None:
         place = self._tenants + row * TENANT_WORDS * WORD
@@ -289,9 +288,8 @@ def _number_of(why: str) -> int:
 
 
 def _why(number: int) -> str:
-    return (
-        WORKER_ERRORS[number] if number < len(WORKER_ERRORS) else str(number - len(WORKER_ERRORS))
-    )
+    status = number - len(WORKER_ERRORS)
+    return WORKER_ERRORS[number] if status < 0 else str(status)
 
 
 def store(memory: mmap.mmap, place: int, numbers: bytes) -> None:

@@ -22,10 +22,10 @@ from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from proxy.core.queue.buckets import LastDispatch, Late
+    from proxy.core.queue.buckets import AgeOrder, LastDispatch
     from proxy.core.queue.eviction import Amounts
     from proxy.core.queue.queue import Queue
-    from proxy.core.queue.request_fifo import Place, Turn
+    from proxy.core.queue.request_fifo import Place, SortKey
     from proxy.processes.shared.load import SharedLoad
 
 HOLD_S = 0.01
@@ -42,8 +42,8 @@ class SharedQueues:
     def __init__(self, queue: Queue, sharing: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0  # on this host, as the limits are
         self.waits = False  # True if a request waits in any other queue
-        self.held = False  # True if a request here is held back
-        self.came = asyncio.Event()  # set when a request is queued here
+        self.holds_back = False  # True if a request here is held back
+        self.request_came = asyncio.Event()  # set when a request is queued here
         self._queue = queue
         self._sharing = sharing
         self._sheets = sharing.peers_of(lambda sheet: sheet)
@@ -52,15 +52,15 @@ class SharedQueues:
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
         self._lasts: dict[str, LastDispatch] = {}
         # Time of the last pass out of order, or of the first hold.
-        self._passed: dict[Place, float] = {}
-        self._moved = False
+        self._passed_at: dict[Place, float] = {}
+        self._changed = False
         self._hold_s = HOLD_S
 
     def report_change(self) -> None:
         """Write the queue's state at the end of this turn."""
-        self._moved = True
-        self.came.set()
-        self._sharing.schedule(urgent=True)
+        self._changed = True
+        self.request_came.set()
+        self._sharing.schedule_flush(urgent=True)
 
     def has_higher_class(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""
@@ -100,27 +100,27 @@ class SharedQueues:
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
     def has_earlier_turn(
-        self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
+        self, place: Place, order: AgeOrder, key: SortKey, now: float, aged: Mapping[Rank, AgeOrder]
     ) -> bool:
         """Return True if a request of another process should get the free slot."""
         if not self.waits:
             return False
-        if turn[0] is BATCH and order == IN_ORDER and self._has_higher_class(place[0]):
+        if key[0] is BATCH and order == IN_ORDER and self._has_higher_class(place[0]):
             return self._start_hold()
         remote = (
             (aged.get(rank, IN_ORDER), (rank, *order_of(front)))
             for rank, front in self._fronts_at(place)
         )
-        if min(remote, default=(order, turn)) >= (order, turn):
-            self._passed.pop(place, None)
+        if min(remote, default=(order, key)) >= (order, key):
+            self._passed_at.pop(place, None)
             return False
-        waited_s = now - self._passed.setdefault(place, now)
+        waited_s = now - self._passed_at.setdefault(place, now)
         if waited_s >= self._hold_s:
-            self._passed[place] = now
+            self._passed_at[place] = now
         return self._start_hold() if waited_s < self._hold_s or waited_s > STALE_HOLD_S else False
 
     def _start_hold(self) -> bool:
-        self.held = True
+        self.holds_back = True
         return True
 
     def _has_higher_class(self, model: str) -> bool:
@@ -135,15 +135,16 @@ class SharedQueues:
 
     def publish(self) -> None:
         """Write the queue's length and the first request of each place."""
-        if not self._moved:
+        if not self._changed:
             return
-        self._moved = False
+        self._changed = False
         sheet, queue = self._sharing.sheet, self._queue
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)
         fronts: dict[tuple[int, Rank], QueueFront] = {}
-        for (place, rank), ((_, virtual, tenant, since), oldest) in queue.fronts().items():
+        for (place, rank), (key, oldest) in queue.fronts().items():
             at = place_of(place), rank
+            _, virtual, tenant, since = key
             front, other = QueueFront(tenant, virtual, since, oldest), fronts.get(at)
             if other is not None:
                 front = min(front, other, key=order_of)._replace(oldest=min(oldest, other.oldest))
@@ -151,7 +152,7 @@ class SharedQueues:
         for at in self._fronts.keys() | fronts.keys():
             sheet.write_front(*at, fronts.get(at, EMPTY_FRONT))
         self._fronts = fronts
-        for model, last in queue.aged.last.items():
+        for model, last in queue.last_dispatches.by_model.items():
             if self._lasts.get(model) is not last:
                 self._lasts[model] = last
                 sheet.write_last(place_of((model, "")), last)

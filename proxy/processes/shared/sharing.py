@@ -32,9 +32,9 @@ def share_router(
     queues = SharedQueues(router.queue, sharing)
     sharing.parts += (
         queues,
-        SharedLimits(router.tenants, router.queue.turns, table, sharing),
+        SharedLimits(router.tenants, router.queue.shares, table, sharing),
         SharedTraffic(router, sharing),
         SharedPrefixes(router.fleet, sharing),
     )
-    router.fleet.roster.others, router.queue.elsewhere = sharing, queues
+    router.fleet.roster.remote_load, router.queue.remote_queues = sharing, queues
     return sharing, queues

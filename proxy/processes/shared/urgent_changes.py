@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxy.processes.shared.process_sheet import BREAKS, LARGE, WAITING, ProcessSheet
+from proxy.processes.shared.process_sheet import (
+    BREAKER_CHANGES,
+    LARGE_PREFILLS,
+    WAITING,
+    ProcessSheet,
+)
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -25,15 +30,15 @@ class UrgentChanges:
         self._table = table
         self._sheet = sheet
         self._report = report
-        self._breaks = self._large = 0
+        self._reported = (0, 0)  # changes of breakers, and of large prefills
         self._sent = -1  # updates
         self._sent_requests: dict[int, int] = {}  # by row
-        self._are_new = False
+        self._has_new_requests = False
 
     def note_requests(self, worker: Worker, row: int, requests: int) -> None:
         """Note this process's requests on a worker, which are written now."""
         if self.is_urgent(worker, row, requests):
-            self._are_new = True
+            self._has_new_requests = True
 
     def is_urgent(self, worker: Worker, row: int, requests: int) -> bool:
         """Return whether a worker with few free slots has other requests than were sent."""
@@ -48,11 +53,10 @@ class UrgentChanges:
         """Report urgent changes; called after everything is written."""
         self.unwritten = False
         if not self._table.awaits_urgent:
-            self._are_new = False  # the supervisor looks soon
+            self._has_new_requests = False  # the supervisor looks soon
             return
-        breaks, large = self._sheet.count(BREAKS), self._sheet.count(LARGE)
-        is_new = breaks != self._breaks or large != self._large
-        if self._are_new or is_new or self._sheet.count(WAITING):
-            self._are_new, self._breaks, self._large = False, breaks, large
+        counts = self._sheet.count(BREAKER_CHANGES), self._sheet.count(LARGE_PREFILLS)
+        if self._has_new_requests or counts != self._reported or self._sheet.count(WAITING):
+            self._has_new_requests, self._reported = False, counts
             self._table.awaits_urgent = False
             self._report()

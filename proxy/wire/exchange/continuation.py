@@ -190,7 +190,7 @@ def restore_attempts(exchange: AttemptOwner, lease: Lease) -> None:
 def continued(exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool) -> Attempts:
     """Return the attempts of a stream whose next attempt continues it."""
     any_worker = may_use_text(exchange) and not needs_journal
-    return replace(attempts, whole="continued", continues=True, any_worker=any_worker)
+    return replace(attempts, why_whole="continued", continues=True, any_worker=any_worker)
 
 
 def needs_journal(output: Output) -> bool:

@@ -102,7 +102,7 @@ class Exchange(AttemptOwner):
             return
         self.info = self.record.info = info
         if info.fields is not None:
-            request.body = edit_members(request.body, info.fields, found=info.found)
+            request.body = edit_members(request.body, info.fields, found=info.found_members)
         self._pending = billing.ask_other_hosts(info, self._admission_decided)
         if self._pending is None:
             self._admit(now, info)

@@ -107,11 +107,11 @@ class TwoLegExchange:
         fields = parse_fields(answer)
         taken = self._taken = connector.taken(self._pair, fields)
         holds = taken.params is not None
-        halves = lease.decision.handover
-        learns = halves is not None and halves.cached_tokens > 0
+        handover = lease.decision.handover
+        learns = handover is not None and handover.cached_tokens > 0
         bare = connector.needs_params and taken.params is None
-        if bare and halves is not None:
-            halves.tokens = 0  # nothing to transfer
+        if bare and handover is not None:
+            handover.tokens = 0  # nothing to transfer
         wire.metrics.handovers.count_prefill(lease, now, bare=bare)
         wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
         if bare:
@@ -203,7 +203,7 @@ class TwoLegExchange:
         if not (
             status in WORKER_SPECIFIC and is_first and router.leases.has_other_prefill(lease, now)
         ):
-            lease.attempts = replace(lease.attempts, whole=REFUSED_PREFILL)
+            lease.attempts = replace(lease.attempts, why_whole=REFUSED_PREFILL)
 
     def end_failed(
         self, now: float, outcome: Outcome, error: WorkerError
@@ -232,7 +232,7 @@ class TwoLegExchange:
         # A transfer that failed at once does not rule out its decode worker.
         self.is_suspect = was_sent and not late
         whole = FAILED_TRANSFER if self.is_suspect else LATE_TRANSFER
-        lease.attempts = replace(lease.attempts, whole=whole)
+        lease.attempts = replace(lease.attempts, why_whole=whole)
         if not self.is_suspect and self._wire.router.leases.has_other_worker(lease):
             return lease.worker, Outcome.MOOT
         return first, Outcome.MOOT
@@ -309,7 +309,7 @@ class TwoLegExchange:
 
 def is_nearly_done(lease: Lease, now: float) -> bool:
     """Return True if a prefill should end within `NEARLY_DONE_S` or is not predictable."""
-    first, halves = lease.prefill, lease.decision.handover
-    if first is None or halves is None or not first.worker.pace.prefills:
+    first, handover = lease.prefill, lease.decision.handover
+    if first is None or handover is None or not first.worker.pace.prefills:
         return True
-    return now > first.charged_at + halves.prefill_s - NEARLY_DONE_S
+    return now > first.charged_at + handover.prefill_s - NEARLY_DONE_S

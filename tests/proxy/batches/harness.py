@@ -70,7 +70,7 @@ class BatchHarness:
         """Move the clocks of batches and of the router."""
         self.ahead += seconds
         self.site.skip(seconds)
-        self.batches.lane.wake()
+        self.batches.scheduler.wake()
 
     async def upload(self, lines: Iterable[object]) -> str:
         """Upload lines (text or objects); return the file's ID."""
@@ -128,9 +128,9 @@ def texts(calls: Sequence[Call]) -> list[str]:
 
 
 @contextmanager
-def busy(keeper: StoreThread) -> Iterator[None]:
+def busy(store_thread: StoreThread) -> Iterator[None]:
     over = threading.Event()
-    keeper._thread.submit(over.wait, 60)
+    store_thread._thread.submit(over.wait, 60)
     try:
         yield
     finally:

@@ -205,7 +205,7 @@ async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
 ) -> None:
     site, collecting = small_harness.site, small_harness.site.wire.collecting
     upload = form(content=b"x" * 60_000)
-    with busy(small_harness.batches.keeper):
+    with busy(small_harness.batches.store):
         first = asyncio.create_task(site.ask(upload, within=30))
         await eventually(lambda: collecting.held > 60_000)
         for _ in range(3):
@@ -224,7 +224,7 @@ async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
 
 async def test_client_that_leaves_cancels_its_waiting_upload(small_harness: BatchHarness) -> None:
     site, collecting = small_harness.site, small_harness.site.wire.collecting
-    with busy(small_harness.batches.keeper):
+    with busy(small_harness.batches.store):
         for _ in range(3):
             client = await site.client()
             await client.send(form(content=b"x" * 60_000))

@@ -63,7 +63,7 @@ async def test_new_router_continues_batches(tmp_path: Path) -> None:
     assert [json.loads(text)["custom_id"] for text in results] == [f"r{n}" for n in range(10)]
     write_fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
     assert await second.reload() == ["router.batches.path"]
-    assert present(second.batches).lane.settings.max_lines == 7
+    assert present(second.batches).scheduler.settings.max_lines == 7
     await second.stop()
     await fake.stop()
 

@@ -83,7 +83,7 @@ async def test_files_are_uploaded_read_and_deleted(harness: BatchHarness) -> Non
 
 
 async def number_of(harness: BatchHarness, query: str) -> int:
-    return await harness.batches.keeper(lambda store: store.backend.execute(query).fetchone()[0])
+    return await harness.batches.store(lambda store: store.backend.execute(query).fetchone()[0])
 
 
 async def test_deleting_a_large_result_file_deletes_all_results(
@@ -119,8 +119,8 @@ async def test_lines_for_an_adapter_wait_until_a_worker_lists_it(open_harness: O
     body = {**line("")["body"], "model": "adapter"}
     batch = await harness.begin([line("a", body=body)])
     await harness.until(batch, "in_progress")
-    await harness.batches.lane.turn()
-    assert harness.batches.lane.in_flight == 0
+    await harness.batches.scheduler.turn()
+    assert harness.batches.scheduler.in_flight == 0
     site.fleet.roster.set_served("w0", ("tiny", "adapter"), 16384)
     site.up("w0")
     done = await harness.until(batch)
@@ -175,8 +175,8 @@ async def test_interactive_requests_go_before_lines(open_harness: OpenHarness) -
     await eventually(lambda: len(site.router.queue) == 4)
     batch = await harness.begin(lines(3))
     await harness.until(batch, "in_progress")
-    await harness.batches.lane.turn()
-    assert harness.batches.lane.in_flight == 0
+    await harness.batches.scheduler.turn()
+    assert harness.batches.scheduler.in_flight == 0
     opening.set()
     assert [answer.status for answer in await asyncio.gather(*interactive)] == [200] * 6
     assert (await harness.until(batch)).status == "completed"
@@ -220,7 +220,7 @@ async def test_failed_line_is_sent_three_times_at_most(
     batch = await harness.begin(lines(1))
     for tries in range(1, failures + 1):
         await site.fake.got(tries)
-        await eventually(lambda: harness.batches.lane.in_flight == 0)
+        await eventually(lambda: harness.batches.scheduler.in_flight == 0)
         harness.skip(60)  # lets the breaker close
     done = await harness.until(batch)
     [result] = await harness.lines_of(done.output_file_id or done.error_file_id)
@@ -266,11 +266,11 @@ async def test_request_time_limit_does_not_hold_for_lines(open_harness: OpenHarn
 async def test_shorter_keep_days_frees_space(harness: BatchHarness) -> None:
     done = await harness.until(await harness.begin(lines(2)))
     harness.skip(3 * 86_400.0)
-    await harness.batches.lane.turn()
+    await harness.batches.scheduler.turn()
     assert await harness.lines_of(done.output_file_id)
     harness.batches.reconfigure(harness.settings.model_copy(update={"keep_days": 1.0}))
     for _ in range(4):  # the batch, the files, and their space
-        await harness.batches.lane.turn()
+        await harness.batches.scheduler.turn()
     assert await number_of(harness, "SELECT count(*) FROM results") == 0
     assert [file.id async for file in harness.client.files.list()] == []
 
@@ -286,16 +286,18 @@ async def test_failed_purge_is_retried(
             raise StoreFullError("no room")
 
     monkeypatch.setattr(Store, "purge", purge)
-    harness.batches.lane.purge_soon()
-    await eventually(lambda: harness.batches.lane.paused)  # the failure has arrived from the thread
+    harness.batches.scheduler.purge_soon()
+    await eventually(
+        lambda: harness.batches.scheduler.paused
+    )  # the failure has arrived from the thread
     harness.skip(10)
     await eventually(lambda: len(tried) >= 2)
 
 
 async def results_after_purge(harness: BatchHarness) -> int:
     for _ in range(4):  # a batch, files, and their space
-        harness.batches.lane.purge_soon()  # as a reload does
-        await harness.batches.lane.turn()
+        harness.batches.scheduler.purge_soon()  # as a reload does
+        await harness.batches.scheduler.turn()
     return await number_of(harness, "SELECT count(*) FROM results")
 
 
@@ -328,12 +330,12 @@ async def test_free_pages_are_returned_while_the_clock_is_distrusted(harness: Ba
 async def test_only_one_scheduler_holds_the_lock(harness: BatchHarness) -> None:
     second = StoreThread(lambda: SqliteBackend(harness.path), 1.0, StoreLimits())
     await second.open()
-    await eventually(lambda: harness.batches.lane.is_leader)
-    assert not (await second.renew_part()).runs
+    await eventually(lambda: harness.batches.scheduler.is_leader)
+    assert not (await second.renew_duties()).sends_lines
     await harness.reopen()
-    await eventually(lambda: harness.batches.lane.is_leader)
+    await eventually(lambda: harness.batches.scheduler.is_leader)
     await harness.close()
-    assert (await second.renew_part()).runs
+    assert (await second.renew_duties()).sends_lines
     await second.close()
     await harness.open()
 
@@ -349,22 +351,22 @@ async def test_folder_without_locks_pauses_batches(
     with monkeypatch.context() as without:
         without.setattr(fcntl, "flock", flock)
         await harness.reopen()
-        await eventually(lambda: "lane.lock" in harness.batches.lane.paused)
-        assert harness.batches.lane.counts.paused
+        await eventually(lambda: "lane.lock" in harness.batches.scheduler.paused)
+        assert harness.batches.scheduler.counts.paused
         number = errno.EAGAIN  # another router holds the lock
-        assert not (await harness.batches.keeper.renew_part()).runs
+        assert not (await harness.batches.store.renew_duties()).sends_lines
         number = errno.EACCES
-        assert not (await harness.batches.keeper.renew_part()).runs
+        assert not (await harness.batches.store.renew_duties()).sends_lines
     batch = await harness.begin(lines(1))
     harness.skip(10)
     assert (await harness.until(batch)).status == "completed"
-    assert harness.batches.lane.paused == ""
+    assert harness.batches.scheduler.paused == ""
 
 
 async def test_failed_turns_pause_batches_and_are_logged_once(
     harness: BatchHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lane = harness.batches.lane
+    scheduler = harness.batches.scheduler
     message = "attempt to write a readonly database"
 
     async def fail_read() -> None:
@@ -372,20 +374,20 @@ async def test_failed_turns_pause_batches_and_are_logged_once(
 
     async def fail() -> tuple[int, int]:
         harness.skip(10)
-        await lane.turn()
-        assert message in lane.paused
+        await scheduler.turn()
+        assert message in scheduler.paused
         records = [record for record in caplog.records if record.name == lane_module.__name__]
         return len(records), sum(record.exc_info is not None for record in records)
 
     with monkeypatch.context() as failing:
-        failing.setattr(lane, "_read_batches", fail_read)
+        failing.setattr(scheduler, "_read_batches", fail_read)
         assert [await fail() for _ in range(3)] == [(2, 1)] * 3
         message = "disk I/O error"
         assert await fail() == (4, 2)
         batch = await harness.begin(lines(1))
     harness.skip(10)
     assert (await harness.until(batch)).status == "completed"
-    assert lane.paused == ""
+    assert scheduler.paused == ""
 
 
 @BOTH
@@ -394,6 +396,6 @@ async def test_drain_cuts_running_lines_and_starts_none(harness: BatchHarness) -
     batch = await harness.begin(lines(5))
     await harness.site.fake.got(5)
     await harness.site.wire.drain(0.0)
-    assert harness.batches.lane.in_flight == 0
-    active = await harness.batches.keeper(lambda store: store.active())
+    assert harness.batches.scheduler.in_flight == 0
+    active = await harness.batches.store(lambda store: store.active_batches())
     assert [(item.id, item.completed, item.failed) for item in active] == [(batch.id, 0, 0)]

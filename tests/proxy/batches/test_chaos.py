@@ -51,9 +51,9 @@ async def test_each_line_has_one_result_under_random_faults(
                 case 0:
                     await harness.reopen()
                 case 1:
-                    harness.batches.lane.stop()  # drops all running lines
+                    harness.batches.scheduler.stop()  # drops all running lines
                 case 2:
-                    await harness.batches.lane.turn()
+                    await harness.batches.scheduler.turn()
                 case _:
                     harness.skip(90.0)  # lets breakers close
             for batch in batches:

@@ -133,14 +133,14 @@ def test_interrupted_validation_restarts(store: Store) -> None:
     assert len(slices) == 2 + 2, "two slices delete earlier lines, two read"
     [started] = store.batches("t", ListPage(1, None))
     assert (started.status, started.total) == (Status.IN_PROGRESS, 25)
-    assert [job.number for job in store.jobs(started, 0, 99)] == list(range(1, 26))
+    assert [job.number for job in store.next_jobs(started, 0, 99)] == list(range(1, 26))
 
 
 @pytest.mark.usefixtures("slices_of_ten")
 def test_input_with_too_many_lines_leaves_no_lines(store: Store) -> None:
     batch = new_batch(store, 25)
     for _ in validate_input(store, batch, 24, lambda: NOW):
-        assert store.active(), "active until the last slice"
+        assert store.active_batches(), "active until the last slice"
     [refused] = store.batches("t", ListPage(1, None))
     assert refused.status is Status.FAILED
     assert [problem.code for problem in refused.complaints] == ["too_many_lines"]
@@ -171,7 +171,7 @@ def test_interrupted_end_of_a_batch_continues(
     list(validate_input(store, batch, 100, lambda: NOW))
     for _ in range(3):
         next(end_batch(store, batch, Status.EXPIRED, lambda: NOW))
-        assert len(store.active()) == 1
+        assert len(store.active_batches()) == 1
     list(end_batch(store, batch, Status.EXPIRED, lambda: NOW))
     [ended] = store.batches("t", ListPage(1, None))
     assert (ended.status, ended.failed, ended.completed) == (Status.EXPIRED, 10, 0)

@@ -42,7 +42,7 @@ async def replicas(
     """Start two routers; the first leads."""
     monkeypatch.setattr(backend_module, "RENEW_S", 0.1)
     first = await open_harness(database=url, concurrency=8)
-    await eventually(lambda: first.batches.lane.is_leader)
+    await eventually(lambda: first.batches.scheduler.is_leader)
     return [first, await open_harness(database=url, concurrency=8)]
 
 
@@ -65,7 +65,7 @@ def hold(replicas: list[BatchHarness]) -> asyncio.Event:
 
 async def test_replicas_run_one_batch(replicas: list[BatchHarness]) -> None:
     first, second = replicas
-    assert not second.batches.lane.is_leader
+    assert not second.batches.scheduler.is_leader
     opening = hold(replicas)
     batch = await second.begin(lines(COUNT))
     await asyncio.gather(*(harness.site.fake.got() for harness in replicas))
@@ -90,16 +90,16 @@ async def test_lines_of_a_dead_replica_run_elsewhere(
 
     def die(store: Store) -> None:
         assert isinstance(store.backend, PostgresBackend)
-        store.backend._renew()
+        store.backend._renew_lease()
         store.backend._joined = False
         store.backend.connection.close()
 
     task = present(first.batches._task)
     task.cancel()
     await asyncio.wait([task])
-    await first.batches.keeper(die)
+    await first.batches.store(die)
     await check_results(second, batch, 100)
-    assert second.batches.lane.is_leader
+    assert second.batches.scheduler.is_leader
     assert set(texts(first.site.served())) <= set(texts(second.site.served()))
 
 
@@ -111,7 +111,7 @@ async def test_lines_that_are_not_sent_are_released(
     first.site.down("w0")
     second.site.fake.always(scripts.stall)
     batch = await first.begin(lines(10))
-    await eventually(lambda: any(x.ready for x in first.batches.lane._running.values()))
+    await eventually(lambda: any(x.ready for x in first.batches.scheduler._running.values()))
     second.site.fake.always(scripts.obey("w0"))
     await check_results(first, batch, 10)
     assert first.site.served() == []
@@ -129,9 +129,9 @@ async def test_server_restarts_in_the_middle_of_a_batch(
         assert (answer.status, answer.error()["code"]) == (503, "storage_unavailable")
         assert len(answer.all(b"retry-after")) == 1
     opening.set()  # results arrive, and wait for the server
-    await eventually(lambda: all(harness.batches.lane.paused for harness in replicas))
+    await eventually(lambda: all(harness.batches.scheduler.paused for harness in replicas))
     await asyncio.to_thread(postgres.start)
-    await eventually(lambda: not any(harness.batches.lane.paused for harness in replicas))
+    await eventually(lambda: not any(harness.batches.scheduler.paused for harness in replicas))
     await check_results(replicas[0], batch, 100)
     served = [text for harness in replicas for text in texts(harness.site.served())]
     assert Counter(served) == Counter(f"r{n}" for n in range(100)), "no line ran twice"
@@ -142,10 +142,10 @@ async def test_router_starts_without_the_server(
 ) -> None:
     await asyncio.to_thread(postgres.stop)
     harness = await open_harness(database=url)
-    await eventually(lambda: "router.batches.database" in harness.batches.lane.paused)
-    assert PASSWORD not in harness.batches.lane.paused
+    await eventually(lambda: "router.batches.database" in harness.batches.scheduler.paused)
+    assert PASSWORD not in harness.batches.scheduler.paused
     await asyncio.to_thread(postgres.start)
-    await eventually(lambda: harness.batches.lane.is_leader)
+    await eventually(lambda: harness.batches.scheduler.is_leader)
     await check_results(harness, await harness.begin(lines(1)), 1)
 
 
@@ -153,19 +153,19 @@ def test_leader_that_hangs_is_replaced(url: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(backend_module, "LEASE_S", 0.3)
     backends = [PostgresBackend(url) for _ in range(2)]
     first, second = (Store(backend, KEEP_S) for backend in backends)
-    session = backends[0].renew_part().session
-    assert [backend.renew_part().leads for backend in backends] == [True, False]
+    session = backends[0].renew_duties().session
+    assert [backend.renew_duties().leads for backend in backends] == [True, False]
     batch = batch_of(second, 1)
     while not backends[1]._leads:
-        backends[1]._renew()
+        backends[1]._renew_lease()
         time.sleep(0.02)
     monkeypatch.undo()
-    backends[1]._renew()
+    backends[1]._renew_lease()
     backends[0].check()
-    assert [backend.renew_part().leads for backend in backends] == [False, True]
+    assert [backend.renew_duties().leads for backend in backends] == [False, True]
     with pytest.raises(DiskError, match="lost"):
         run_slice(first, BatchMaintenance(batch, lambda _: iter(()), ends=True), session)  # type: ignore[arg-type,return-value]
-    second.save([result(batch, 1)])
+    second.save_results([result(batch, 1)])
     second.close()
     first.close()
 
@@ -175,7 +175,7 @@ def test_replica_that_is_killed_while_it_leaves_is_dead(
 ) -> None:
     """Its lines have no owner later, or an owner that can be found dead."""
     leaving, other = [PostgresBackend(url) for _ in range(2)]
-    leaving.renew_part()
+    leaving.renew_duties()
     execute = leaving.execute
 
     def fails(sql: str, values: Any = ()) -> Any:
@@ -249,9 +249,9 @@ def test_removed_tables_are_created_again(url: str, postgres: PostgresServer) ->
     batch_of(store, 1)
     postgres.execute("DROP SCHEMA vllm_sched CASCADE", url)
     with pytest.raises(DiskError), store.backend.errors():
-        store.active()
+        store.active_batches()
     store.backend.check()
-    assert store.active() == []
+    assert store.active_batches() == []
     store.close()
 
 

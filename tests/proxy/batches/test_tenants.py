@@ -122,14 +122,14 @@ async def test_lines_use_at_most_half_of_requests_per_minute(harness: BatchHarne
     await eventually(
         lambda: len(harness.site.served()) == 2
     )  # upload and creation count as requests
-    await harness.batches.lane.turn()
+    await harness.batches.scheduler.turn()
     assert [(await ask_as_ann(harness)).status for _ in range(4)] == [200] * 4
     for _ in range(2):
         harness.skip(60)
-        await harness.batches.lane.turn()
-        await eventually(lambda: harness.batches.lane.in_flight == 0)
+        await harness.batches.scheduler.turn()
+        await eventually(lambda: harness.batches.scheduler.in_flight == 0)
     await check_counts(harness, batch, 8)
-    assert harness.batches.lane.counts.lines["sent_again"] == 0
+    assert harness.batches.scheduler.counts.lines["sent_again"] == 0
 
 
 async def test_lines_use_at_most_half_of_the_concurrency(harness: BatchHarness) -> None:
@@ -137,8 +137,8 @@ async def test_lines_use_at_most_half_of_the_concurrency(harness: BatchHarness) 
     opening = harness.site.fake.hold(scripts.obey("w0"))
     batch = await harness.begin(lines(6))
     await harness.site.fake.got(2)
-    await harness.batches.lane.turn()
-    assert harness.batches.lane.in_flight == 2
+    await harness.batches.scheduler.turn()
+    assert harness.batches.scheduler.in_flight == 2
     interactive = [asyncio.ensure_future(ask_as_ann(harness)) for _ in range(2)]
     await harness.site.fake.got(4)
     opening.set()
@@ -153,8 +153,8 @@ async def test_line_above_a_limit_is_sent_again_later(harness: BatchHarness) -> 
     await eventually(lambda: len(harness.site.served()) >= 1)
     for _ in range(20):
         harness.skip(60)
-        await harness.batches.lane.turn()
-        await eventually(lambda: harness.batches.lane.in_flight == 0)
+        await harness.batches.scheduler.turn()
+        await eventually(lambda: harness.batches.scheduler.in_flight == 0)
     await check_counts(harness, batch, 2)
 
 
@@ -167,9 +167,9 @@ async def test_batches_of_a_removed_tenant_wait_for_its_return(harness: BatchHar
     await harness.open()
     served = len(harness.site.served())
     for _ in range(5):
-        harness.batches.lane.wake()
-        await harness.batches.lane.turn()
-    found = present(await harness.batches.keeper(lambda store: store.batch("ann", batch.id)))
+        harness.batches.scheduler.wake()
+        await harness.batches.scheduler.turn()
+    found = present(await harness.batches.store(lambda store: store.batch("ann", batch.id)))
     assert (found.status, found.completed, found.failed) == ("in_progress", 0, 0)
     assert len(harness.site.served()) == served
     # A reload restores the tenant.
@@ -214,15 +214,15 @@ async def test_results_above_max_bytes_hold_only_the_tenants_batches(
     max_bytes = 30_000
     script = scripts.answer(body=orjson.dumps("x" * 8000))
     harness = await start_harness(script, max_bytes_per_tenant=max_bytes, concurrency=1)
-    lane, keep = harness.batches.lane, harness.batches.keeper
+    scheduler, keep = harness.batches.scheduler, harness.batches.store
     spare = await harness.upload(["x" * 2000])
     batch = await harness.begin(lines(8))
-    await eventually(lambda: any(progress.held for progress in lane._running.values()))
+    await eventually(lambda: any(progress.why_held for progress in scheduler._running.values()))
     for _ in range(3):
-        await lane.turn()
-    used = await keep(Store._used)
+        await scheduler.turn()
+    used = await keep(Store._used_bytes)
     assert max_bytes <= used["ann"] < max_bytes + 9000, "exceeded only by running lines"
-    assert not lane.paused
+    assert not scheduler.paused
     with pytest.raises(openai.APIStatusError, match="files and results have") as caught:
         await harness.upload(["x"])
     assert caught.value.status_code == 413
@@ -246,10 +246,10 @@ async def test_batch_without_space_stays_validating(start_harness: StartHarness)
         Batch(name, "ann", CHAT, file, "24h", Status.VALIDATING, now, now + 86_400)
         for name in ("batch_1", "batch_2")
     ]
-    await harness.batches.keeper(lambda store: [store.add_batch(batch) for batch in batches])
+    await harness.batches.store(lambda store: [store.add_batch(batch) for batch in batches])
     for _ in range(3):
-        harness.batches.lane.wake()
-        await harness.batches.lane.turn()
+        harness.batches.scheduler.wake()
+        await harness.batches.scheduler.turn()
     # The lines of the first batch leave no space for those of the second.
     seen = [await harness.client.batches.retrieve(batch.id) for batch in batches]
     assert [batch.status for batch in seen] == ["in_progress", "validating"]

@@ -24,24 +24,24 @@ SIZES = (900, 500, 700)
 
 
 @pytest.fixture
-async def lane(start: Start, tmp_path: Path) -> BatchScheduler:
+async def scheduler(start: Start, tmp_path: Path) -> BatchScheduler:
     """Return a scheduler with twenty running batches of three lines."""
     site = await start()
-    keeper = StoreThread(lambda: SqliteBackend(tmp_path), 1.0, StoreLimits())
-    lane = BatchScheduler(site.wire, keeper, BatchesConfig(path=tmp_path))
+    store_thread = StoreThread(lambda: SqliteBackend(tmp_path), 1.0, StoreLimits())
+    scheduler = BatchScheduler(site.wire, store_thread, BatchesConfig(path=tmp_path))
     for number in range(20):
         batch = Batch(
             f"b{number}", f"t{number}", CHAT, "file", "24h", Status.IN_PROGRESS, 0.0, 1e9, None
         )
-        running = lane._running[batch.id] = BatchProgress(batch)
+        running = scheduler._running[batch.id] = BatchProgress(batch)
         running.ready = deque(
             LineJob(batch.id, n, f"c{n}", "tiny", b"x" * size) for n, size in enumerate(SIZES)
         )
-    return lane
+    return scheduler
 
 
 async def test_capacity_is_checked_once_per_smaller_size(
-    lane: BatchScheduler, monkeypatch: pytest.MonkeyPatch
+    scheduler: BatchScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
 
@@ -50,12 +50,12 @@ async def test_capacity_is_checked_once_per_smaller_size(
         return False
 
     monkeypatch.setattr(module, "has_spare_capacity", refuse)
-    lane._send()
+    scheduler._send_lines()
     assert sizes == [900, 500]  # only smaller sizes are checked again
 
 
 async def test_batches_take_turns_within_the_spare_capacity(
-    lane: BatchScheduler, monkeypatch: pytest.MonkeyPatch
+    scheduler: BatchScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
 
@@ -66,6 +66,6 @@ async def test_batches_take_turns_within_the_spare_capacity(
         sent.append((running.batch.id, len(job.body)))
 
     monkeypatch.setattr(module, "has_spare_capacity", allow_small)
-    monkeypatch.setattr(lane, "_send_line", send_one)
-    lane._send()
+    monkeypatch.setattr(scheduler, "_send_line", send_one)
+    scheduler._send_lines()
     assert sent == [*((f"b{n}", 500) for n in range(20)), *((f"b{n}", 700) for n in range(10))]

@@ -18,7 +18,7 @@ def read(content: bytes, max_lines: int = 1000) -> tuple[list[InputLine], list[I
     while True:
         found += read_slice(check, content)
         if check.is_done:
-            return found, check.complaints
+            return found, check.problems
 
 
 def read_slice(check: InputFileCheck, content: bytes) -> list[InputLine]:

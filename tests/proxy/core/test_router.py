@@ -176,7 +176,7 @@ def test_moved_worker_has_its_own_failure_event() -> None:
         left = []
         for lease in own_leases:
             placed(router.retry(lease, now + 0.1, LegFailure(Outcome.FAILED, at)))
-            left.append(router._retries._saved)
+            left.append(router._retries._budget)
         return left
 
     fail(worker_of(router, "a"), 0.0, 1)
@@ -444,7 +444,7 @@ def test_reload_keeps_requests_in_flight() -> None:
         RouterSettings(policy="round_robin", short_limit=5, queue_requests=7), [spec("a")]
     )
     assert worker_of(router, "a") is worker
-    assert router.queue.most == 7
+    assert router.queue.max_requests == 7
     assert sized(router, chat("x" * 400)).long
     lease = placed(router.submit(make_info(), 1.0))
     assert (lease.worker.name, lease.decision.reason) == ("a", Reason.ROUND_ROBIN)

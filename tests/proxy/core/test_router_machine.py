@@ -114,7 +114,7 @@ class RouterMachine(RuleBasedStateMachine):
     @property
     def waiting(self) -> list[Ticket]:
         """The tickets in the queue; an evicted ticket is reported by a later `due`."""
-        return [ticket for ticket in self.tickets if not ticket.left]
+        return [ticket for ticket in self.tickets if not ticket.removed]
 
     @property
     def charged(self) -> list[Lease]:
@@ -192,7 +192,7 @@ class RouterMachine(RuleBasedStateMachine):
     ) -> None:
         info.long = info.expected_tokens > 1000
         info.pinned, info.deadline = pinned, self.deadline
-        info.whole = "samples" if not splits or pinned or not info.generates else ""
+        info.why_whole = "samples" if not splits or pinned or not info.generates else ""
         info.tenant = self.tenants[tenant_index % len(self.tenants)]
         if info.tenant is not None:
             info.rank = info.tenant.spec.rank
@@ -244,7 +244,7 @@ class RouterMachine(RuleBasedStateMachine):
     def check_handed_over(self, lease: Lease, first: Lease, tried: frozenset[Worker]) -> None:
         prefill, decode, info = first.worker, lease.worker, lease.info
         assert self.transfer
-        assert not info.whole
+        assert not info.why_whole
         assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
         assert self.fleet.roster.get(prefill.name) is prefill
         assert prefill.up
@@ -265,11 +265,11 @@ class RouterMachine(RuleBasedStateMachine):
     def time_passes(self, wait: float) -> None:
         self.now += wait
         waiting = {id(ticket) for ticket in self.tickets}
-        evicted = {id(ticket) for ticket in self.tickets if ticket.left}
+        evicted = {id(ticket) for ticket in self.tickets if ticket.removed}
         for ticket, end in self.router.pop_due(self.now):
             assert id(ticket) in waiting, "one end for each waiting ticket"
             waiting.remove(id(ticket))
-            assert ticket.left
+            assert ticket.removed
             same = [
                 t
                 for t in self.tickets

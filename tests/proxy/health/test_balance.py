@@ -71,7 +71,7 @@ def test_short_prompts_make_a_worker_partly_busy(role: Role, prompts: int, busy:
         worker.pace.fixed_s, worker.pace.token_s = 0.02, 2.5e-5
     for _ in range(prompts):
         short = make_info(100)
-        short.whole = "" if role is Role.PREFILL else "samples"
+        short.why_whole = "" if role is Role.PREFILL else "samples"
         placed(router.submit(short, 0.0))
     shown = shown_after(router)
     side, other = shown.prefill, shown.decode

@@ -108,7 +108,7 @@ def test_handover_entry_has_both_workers_times_and_verdict(
     recent = ring()
     handover = HandoverDecision(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
     handover.transferred_s = transferred_s
-    decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover, whether=whether)
+    decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover, verdict=whether)
     recent.add(make_info(), decision, finished(reason=Reason.HANDOVER, size="long"))
     (entry,) = recent.newest(1)
     assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")

@@ -35,7 +35,7 @@ class Process:
         self.router = Router(RouterSettings(), self.fleet)
         self.callbacks: list[Callable[[], None]] = []
         self.sharing = SharedLoad(table, index, self.fleet, lambda: self.now, self.callbacks.append)
-        self.fleet.roster.others = self.sharing
+        self.fleet.roster.remote_load = self.sharing
         discovery = Discovery(self.fleet.roster, CONFIG, {}, worker_spec)
         self.replica = FleetReplica(self.router, discovery, self.sharing, lambda: self.now)
 
@@ -143,7 +143,7 @@ def test_new_worker_with_an_old_name_is_a_new_worker(pair: tuple[Process, Proces
     for callback in other.callbacks:
         callback()
     leader.now += 1.0
-    leader.sharing.take_in_charges(leader.now)
+    leader.sharing.read_remote_charges(leader.now)
     assert leader.worker("a").requests == 3
 
 
@@ -171,7 +171,7 @@ def test_late_process_gets_all_workers(pair: tuple[Process, Process]) -> None:
     leader.replica.changes()
     leader.fleet.roster.remove(gone.name)
     other.fleet.roster.add(spec("c"))  # from an outdated fleet file
-    leader.replica.forget()
+    leader.replica.send_all_next()
     send_changes(leader, other)
     assert other.names == {"a"}
     assert other.worker("a").pace.token_s == leader.worker("a").pace.token_s
@@ -225,7 +225,7 @@ def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
     leader.fleet.roster.remove("d")
     send_changes(leader, other)
     assert not other.router.placer.links.is_warm(p, d)
-    assert not leader.replica._warm
+    assert not leader.replica._sent_links
 
 
 def test_more_workers_than_rows_are_logged(

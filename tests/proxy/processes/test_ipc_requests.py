@@ -43,7 +43,7 @@ async def test_answers_are_in_the_order_of_processes() -> None:
     questions, children = PendingQuestions(), RecordingChildren(2, 0, 1)
     asking = await children.start(questions)
     (number,) = {message.number for _, message in children.messages}
-    assert all((m.what, m.given) == ("page", True) for _, m in children.messages)
+    assert all((m.kind, m.argument) == ("page", True) for _, m in children.messages)
     for index in range(3):
         questions.record(index, IpcAnswer(number, f"of {index}"))
     assert list((await asking).items()) == [(2, "of 2"), (0, "of 0"), (1, "of 1")]

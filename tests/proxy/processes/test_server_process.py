@@ -21,8 +21,8 @@ from proxy.processes.ipc_messages import (
     IpcAnswer,
     IpcQuestion,
     Message,
+    QuestionKind,
     Stop,
-    What,
     WorkerDrained,
     WorkersChanged,
 )
@@ -93,16 +93,16 @@ async def test_drain_is_sent_before_the_admin_api_responds(draining: bool) -> No
 
 QUESTIONS = {
     "page": ("metrics.tenants.show", None),
-    "minute": ("live.notes.update", None),
+    "live": ("live.notes.update", None),
     "logs": ("logs.change", (True, {})),
     "decisions": ("recent.newest", (1, ANY)),
 }
 
 
-@pytest.mark.parametrize("what", QUESTIONS)
+@pytest.mark.parametrize("kind", QUESTIONS)
 async def test_failed_question_does_not_end_the_process(
     server: ServerProcess,
-    what: What,
+    kind: QuestionKind,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -112,14 +112,14 @@ async def test_failed_question_does_not_end_the_process(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    place, given = QUESTIONS[what]
+    place, given = QUESTIONS[kind]
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         *owner, name = place.split(".")
         patch.setattr(attrgetter(".".join(owner))(server.app), name, fails)
-        server.handle(IpcQuestion(1, what, given))
+        server.handle(IpcQuestion(1, kind, given))
         await asyncio.gather(*server._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # for the callback of the task
-    assert f"process 0 cannot answer: {what}" in caplog.text
+    assert f"process 0 cannot answer: {kind}" in caplog.text
     assert "ZeroDivisionError" in caplog.text
     assert not server.ended.is_set()
     assert not server.failed

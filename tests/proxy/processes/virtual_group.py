@@ -71,7 +71,7 @@ class VirtualGroup:
             router, *self.place_of(index), self.clock, self.run_later, life=self.lives
         )
         for row, worker in enumerate(router.fleet.roster):
-            sharing.place(worker, row, 0.0)
+            sharing.share_worker(worker, row, 0.0)
         return sharing
 
     def restart(self, index: int) -> None:
@@ -96,7 +96,7 @@ class VirtualGroup:
         """Let every process read the table, after some time."""
         self.now += after_s
         for sharing in self.sharings:
-            sharing.take_in_charges(self.now)
+            sharing.read_remote_charges(self.now)
 
     def set_tenants(self, *specs: TenantSpec) -> None:
         """Give all processes these tenants, as a reload does."""
@@ -198,5 +198,5 @@ class AloneGroup(VirtualGroup):
 
     def join(self, index: int) -> SharedLoad:
         sharing, router = super().join(index), self.routers[index]
-        router.fleet.roster.others = router.queue.elsewhere = None
+        router.fleet.roster.remote_load = router.queue.remote_queues = None
         return sharing

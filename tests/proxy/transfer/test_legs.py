@@ -23,7 +23,7 @@ SPLIT = sorted(route_names(lambda route: route.may_be_split))
 
 def prefill(route: str, body: bytes, *, has_minimum: bool = False, connector: str = "nixl") -> Any:
     info = make_info(100)
-    info.route, info.least_output = route, has_minimum
+    info.route, info.has_min_tokens = route, has_minimum
     return json.loads(prefill_body(make(connector), PAIR, info, body))
 
 
@@ -157,7 +157,7 @@ def test_both_legs_share_an_id_if_the_connector_needs_it(
 def test_known_member_names_change_neither_leg(connector: str, route: str, more: str) -> None:
     body = ("{" + more + '"x":"max_tokens","messages":[{"content":"stream"}]}').encode()
     transfer, info = make(connector), make_info(100)
-    info.route, info.least_output = route, "min_tokens" in more
+    info.route, info.has_min_tokens = route, "min_tokens" in more
     taken = PrefillResult(b'{"c":3}')
     without_names = (
         prefill_body(transfer, PAIR, info, body),

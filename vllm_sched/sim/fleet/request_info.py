@@ -47,7 +47,7 @@ def request_info_of(
     info.stream = info.counted = True
     info.long = info.expected_tokens > router.settings.short_limit
     if router.settings.transfer and most <= 1:
-        info.whole = "one_token"
+        info.why_whole = "one_token"
     if tenant is not None:
         info.tenant, info.rank = tenant, tenant.spec.rank
     if hashed:

@@ -107,7 +107,7 @@ async def failing_harness(failing_disk: FailingDisk, harness: BatchHarness) -> B
 
 
 def lock_of(harness: BatchHarness) -> FolderLock:
-    backend = harness.batches.keeper._open_store().backend
+    backend = harness.batches.store._opened_store().backend
     assert isinstance(backend, SqliteBackend)
     return backend._lock
 
@@ -186,15 +186,15 @@ async def test_batches_pause_while_the_disk_fails(
     """Covers results, the result files, and the end of the batch."""
     code, message, _, remedy = ERRORS[kind]
     batch, opening = await failing_harness.begin_held(2)
-    lane = failing_harness.batches.lane
+    scheduler = failing_harness.batches.scheduler
     with failing_disk.fail(sqlite_error(code, message), word):
         opening.set()
-        await eventually(lambda: lane.counts.paused)
+        await eventually(lambda: scheduler.counts.paused)
         await asyncio.sleep(0.2)
     done = await failing_harness.until(batch)
     assert done.status == "completed"
     assert len(await failing_harness.lines_of(done.output_file_id)) == 2
-    assert not lane.counts.paused
+    assert not scheduler.counts.paused
     [record] = warnings_of(caplog)
     assert record.exc_info is None
     assert str(failing_harness.path) in record.getMessage()
@@ -273,7 +273,7 @@ def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
     store = Store(SqliteBackend(small_disk / "batches"), KEEP_S)
     batch = batch_of(store, 200)
     body = b'"%b"' % (b"x" * 50_000)
-    store.save([result(batch, number, body=body) for number in range(1, 201)])
+    store.save_results([result(batch, number, body=body) for number in range(1, 201)])
     output = ended(store, batch).output
     fill(small_disk)
     with pytest.raises(StoreFullError):
@@ -281,7 +281,7 @@ def test_results_on_a_full_disk_can_be_deleted(small_disk: Path) -> None:
     file = present(store.file("t", output or ""))
     last: int | None = 0
     while last is not None:
-        last = store.empty_file(file, last)
+        last = store.delete_results_after(file, last)
     assert store.delete_file("t", file.id)
     assert shutil.disk_usage(small_disk).free > 4 << 20
     store.close()
@@ -293,8 +293,8 @@ def test_batch_on_a_full_disk_can_be_cancelled(small_disk: Path) -> None:
     store.backend.room._empty_log()
     fill(small_disk)
     with pytest.raises(StoreFullError):
-        store.save([result(batch, 1)])
-    cancelled = present(store.cancel("t", batch.id, NOW))
+        store.save_results([result(batch, 1)])
+    cancelled = present(store.cancel_batch("t", batch.id, NOW))
     assert cancelled.status is Status.CANCELLING
     store.close()
 
@@ -354,9 +354,9 @@ def test_system_errors_become_disk_errors(
 
 
 async def wait_for_pause(harness: BatchHarness) -> None:
-    await eventually(lambda: harness.batches.lane.counts.paused)
-    assert "removed or replaced" in harness.batches.lane.paused
-    assert str(harness.path) in harness.batches.lane.paused
+    await eventually(lambda: harness.batches.scheduler.counts.paused)
+    assert "removed or replaced" in harness.batches.scheduler.paused
+    assert str(harness.path) in harness.batches.scheduler.paused
 
 
 async def check_unavailable(harness: BatchHarness) -> None:
@@ -383,7 +383,7 @@ async def test_removed_folder_pauses_batches_until_it_is_back(
     assert not harness.path.exists(), "a missing mount must not be replaced by a folder"
     await asyncio.sleep(0.2)
     harness.path.mkdir()
-    await eventually(lambda: not harness.batches.lane.counts.paused)
+    await eventually(lambda: not harness.batches.scheduler.counts.paused)
     assert (await harness.site.ask(get(f"/v1/files/{lost_file}"))).status == 404
     done = await harness.until(await harness.begin(lines(2)))
     assert len(await harness.lines_of(done.output_file_id)) == 2
@@ -403,7 +403,7 @@ async def test_folder_moved_away_and_back_loses_nothing(harness: BatchHarness) -
     done = await harness.until(batch)
     assert len(await harness.lines_of(done.output_file_id)) == 2
     assert len(harness.site.fake.served) == 2, "no line is repeated"
-    await eventually(lambda: not harness.batches.lane.counts.paused)
+    await eventually(lambda: not harness.batches.scheduler.counts.paused)
 
 
 async def test_folder_restored_from_a_copy_is_reopened(harness: BatchHarness) -> None:
@@ -416,7 +416,7 @@ async def test_folder_restored_from_a_copy_is_reopened(harness: BatchHarness) ->
     opening.set()
     done = await harness.until(batch)
     assert len(await harness.lines_of(done.output_file_id)) == 2
-    assert harness.batches.lane.is_leader
+    assert harness.batches.scheduler.is_leader
     assert not lock_of(harness).is_lost
 
 
@@ -437,11 +437,11 @@ async def test_write_during_removal_of_the_folder_gets_503(
 
 async def test_removed_lock_is_taken_again(harness: BatchHarness) -> None:
     """Otherwise another router would take a new lock, and both would run lines."""
-    lane = harness.batches.lane
-    await eventually(lambda: lane.is_leader)
+    scheduler = harness.batches.scheduler
+    await eventually(lambda: scheduler.is_leader)
     (harness.path / "lane.lock").unlink()
-    await lane.turn()
-    assert lane.is_leader
+    await scheduler.turn()
+    assert scheduler.is_leader
     assert not lock_of(harness).is_lost
 
 
@@ -449,7 +449,7 @@ async def test_router_without_the_lock_also_notices_a_removed_folder(
     open_harness: OpenHarness, tmp_path: Path
 ) -> None:
     first = await open_harness()
-    await eventually(lambda: first.batches.lane.is_leader)
+    await eventually(lambda: first.batches.scheduler.is_leader)
     second = await open_harness()
     away = first.path.rename(tmp_path / "away")
     for harness in (first, second):
@@ -457,5 +457,5 @@ async def test_router_without_the_lock_also_notices_a_removed_folder(
         await check_unavailable(harness)
     away.rename(first.path)
     for harness in (first, second):
-        await eventually(lambda harness=harness: not harness.batches.lane.counts.paused)
-    assert not second.batches.lane.is_leader
+        await eventually(lambda harness=harness: not harness.batches.scheduler.counts.paused)
+    assert not second.batches.scheduler.is_leader

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     """Return a folder with an ended batch, a running batch and an unused file."""
     store = Store(SqliteBackend(tmp_path), KEEP_S)
     done, running = batch_of(store, 3), batch_of(store, 5, "other")
-    store.save([result(done, 1), result(done, 2, 500), result(done, 3), result(running, 2)])
+    store.save_results([result(done, 1), result(done, 2, 500), result(done, 3), result(running, 2)])
     ended(store, done)
     store.add_file("t", "\0 name", "batch", bytes(range(256)), NOW)
     store.close()
@@ -45,19 +45,19 @@ def check_same(folder: Path, url: str) -> None:
     for tenant in ("t", "other"):
         assert target.files(tenant, ListPage()) == source.files(tenant, ListPage())
         assert target.batches(tenant, ListPage()) == source.batches(tenant, ListPage())
-    [running] = target.active()
-    assert target.jobs(running, 0, 9) == source.jobs(running, 0, 9)
+    [running] = target.active_batches()
+    assert target.next_jobs(running, 0, 9) == source.next_jobs(running, 0, 9)
     [done] = target.batches("t", ListPage())
     assert content(target, done.output) == content(source, done.output)
     [file] = [file for file in target.files("t", ListPage()) if file.name == "\0 name"]
-    assert target.piece(file, 0)[0] == bytes(range(256))
-    target.save([result(running, number) for number in (1, 3, 4, 5)])
+    assert target.read_piece(file, 0)[0] == bytes(range(256))
+    target.save_results([result(running, number) for number in (1, 3, 4, 5)])
     assert target.is_complete(running)
     assert ended(target, running).completed == 5
-    used = target._used()
+    used = target._used_bytes()
     target.backend.execute("DELETE FROM used")
     target.backend.execute(count_all(POSTGRES_OCTETS))
-    assert target._used() == used
+    assert target._used_bytes() == used
     target.close()
     source.close()
 
@@ -100,11 +100,11 @@ def test_refusals_are_one_line(
     assert "there is no batches.sqlite" in refused(tmp_path / "none")
     assert "password authentication failed" in refused(url=url.replace("test:", "test:x"))
     used = SqliteBackend(folder)
-    used.renew_part()
+    used.renew_duties()
     assert "a router uses it" in refused()
     used.close()
     router = Store(PostgresBackend(url), KEEP_S)
-    router.backend.renew_part()
+    router.backend.renew_duties()
     assert "a router uses the database" in refused()
     router.add_file("t", "own", "batch", b"{}", NOW)
     router.close()

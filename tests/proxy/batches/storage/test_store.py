@@ -66,8 +66,8 @@ def batch_of(store: Store, count: int, tenant: str = "t", expires: float = NOW +
     store.add_batch(batch)
     lines = [InputLine(n + 1, f"c{n + 1}", "tiny", 3 * n, 3) for n in range(count)]
     store.add_lines(batch, lines)
-    assert store.begin(batch, count, NOW)
-    [active] = [active for active in store.active() if active.id == batch.id]
+    assert store.start_batch(batch, count, NOW)
+    [active] = [active for active in store.active_batches() if active.id == batch.id]
     return active
 
 
@@ -83,7 +83,7 @@ def ended(store: Store, batch: Batch, status: Status = Status.COMPLETED, now: fl
 def ended_batch(store: Store, count: int, body: bytes = b"{}", fail_every: int = 0) -> Batch:
     """Return a batch that ended with results, of which some are failures."""
     batch = batch_of(store, count)
-    store.save(
+    store.save_results(
         [
             result(batch, n, 500 if fail_every and n % fail_every == 0 else 200, body)
             for n in range(1, count + 1)
@@ -104,7 +104,7 @@ def left_after_each_purge(store: Store, table: str) -> list[int]:
 def empty(store: Store, file: File) -> list[int]:
     """Empty a result file; return the numbers of results before, and after each slice."""
     left, last = [rows(store)["results"]], 0
-    while (after := store.empty_file(file, last)) is not None:
+    while (after := store.delete_results_after(file, last)) is not None:
         last = after
         left.append(rows(store)["results"])
     return left
@@ -116,7 +116,7 @@ def content(store: Store, file_id: str | None) -> list[dict[str, object]]:
     assert isinstance(file, File)
     text, at = b"", 0
     while len(text) < file.bytes:
-        piece, at = store.piece(file, at)
+        piece, at = store.read_piece(file, at)
         assert piece
         text += piece
     assert len(text) == file.bytes
@@ -125,8 +125,8 @@ def content(store: Store, file_id: str | None) -> list[dict[str, object]]:
 
 def test_second_result_of_a_line_is_ignored(store: Store) -> None:
     batch = batch_of(store, 2)
-    store.save([result(batch, 1), result(batch, 1, 400), result(batch, 2, 400)])
-    store.save([result(batch, 2)])
+    store.save_results([result(batch, 1), result(batch, 1, 400), result(batch, 2, 400)])
+    store.save_results([result(batch, 2)])
     batch = ended(store, batch)
     assert (batch.completed, batch.failed) == (1, 1)
     assert [row["id"] for row in content(store, batch.output)] == ["q1"]
@@ -135,10 +135,10 @@ def test_second_result_of_a_line_is_ignored(store: Store) -> None:
 
 def test_jobs_have_bodies_and_exclude_done_lines(store: Store) -> None:
     batch = batch_of(store, 5)
-    store.save([result(batch, 2)])
-    jobs = store.jobs(batch, 0, 3)
+    store.save_results([result(batch, 2)])
+    jobs = store.next_jobs(batch, 0, 3)
     assert [(job.number, job.body) for job in jobs] == [(n, b"{1}") for n in (1, 3, 4)]
-    assert [job.number for job in store.jobs(batch, 4, 3)] == [5]
+    assert [job.number for job in store.next_jobs(batch, 4, 3)] == [5]
 
 
 @SQLITE
@@ -157,7 +157,7 @@ def test_file_is_opened_once_for_many_lines(store: Store, monkeypatch: pytest.Mo
             return self._connection.blobopen(*args, **named)
 
     monkeypatch.setattr(store.backend, "connection", CountingConnection(store.backend.connection))
-    assert [job.body for job in store.jobs(batch, 0, 64)] == [b"{1}"] * 64
+    assert [job.body for job in store.next_jobs(batch, 0, 64)] == [b"{1}"] * 64
     assert opened == ["files"]
 
 
@@ -181,11 +181,11 @@ def test_input_of_an_active_batch_cannot_be_deleted(store: Store) -> None:
 
 def test_cancel_changes_only_active_batches(store: Store) -> None:
     batch = batch_of(store, 1)
-    cancelled = present(store.cancel("t", batch.id, NOW))
+    cancelled = present(store.cancel_batch("t", batch.id, NOW))
     assert cancelled.status is Status.CANCELLING
-    assert not store.begin(batch, 1, NOW)  # a validation that ends later has no effect
+    assert not store.start_batch(batch, 1, NOW)  # a validation that ends later has no effect
     ended(store, batch, Status.CANCELLED)
-    again = present(store.cancel("t", batch.id, NOW + 1))
+    again = present(store.cancel_batch("t", batch.id, NOW + 1))
     assert (again.status, again.at["cancelled"]) == (Status.CANCELLED, NOW)
 
 
@@ -197,12 +197,12 @@ def test_full_disk_rolls_back(store: Store) -> None:
     with pytest.raises(StoreFullError, match=r"router\.batches\.path"):
         store.add_file("t", "big", "batch", b"x" * 1_000_000, NOW)
     with pytest.raises(StoreFullError):
-        store.save([result(batch, 1), result(batch, 2, body=orjson.dumps("x" * 1_000_000))])
-    assert [batch.completed for batch in store.active()] == [0]
-    assert len(store.jobs(batch, 0, 9)) == 2
+        store.save_results([result(batch, 1), result(batch, 2, body=orjson.dumps("x" * 1_000_000))])
+    assert [batch.completed for batch in store.active_batches()] == [0]
+    assert len(store.next_jobs(batch, 0, 9)) == 2
     store.backend.execute("PRAGMA max_page_count = 1000000")
-    store.save([result(batch, 1)])
-    assert [batch.completed for batch in store.active()] == [1]
+    store.save_results([result(batch, 1)])
+    assert [batch.completed for batch in store.active_batches()] == [1]
 
 
 def test_large_results_are_read_in_pieces(store: Store) -> None:
@@ -212,8 +212,10 @@ def test_large_results_are_read_in_pieces(store: Store) -> None:
 
 def test_response_body_is_kept_on_one_line(store: Store) -> None:
     batch = batch_of(store, 2)
-    store.save([result(batch, 1, body=b'{\r\n "a": 1.10,\n "b": 0.700000000000000000001}\n')])
-    store.save([result(batch, 2, body=b"no\njson \xff")])
+    store.save_results(
+        [result(batch, 1, body=b'{\r\n "a": 1.10,\n "b": 0.700000000000000000001}\n')]
+    )
+    store.save_results([result(batch, 2, body=b"no\njson \xff")])
     row = store.backend.execute("SELECT content FROM results WHERE number = 1").fetchone()
     assert b'"body":{ "a": 1.10, "b": 0.700000000000000000001}' in row[0]
     row = store.backend.execute("SELECT content FROM results WHERE number = 2").fetchone()
@@ -222,7 +224,7 @@ def test_response_body_is_kept_on_one_line(store: Store) -> None:
 
 def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
     expired, running = batch_of(store, 1), batch_of(store, 1, expires=NOW + 2 * KEEP_S)
-    store.save([result(expired, 1)])
+    store.save_results([result(expired, 1)])
     ended(store, expired, now=NOW + 50)
     purge(store, NOW + KEEP_S)
     assert store.batch("t", expired.id) is not None
@@ -231,7 +233,7 @@ def test_ended_batches_are_purged_after_keep_s(store: Store) -> None:
     assert store.file("t", expired.input) is None
     assert store.file("t", running.input) is not None  # input of an active batch
     assert rows(store) == {"files": 1, "batches": 1, "lines": 1, "results": 0}
-    assert [batch.id for batch in store.active()] == [running.id]
+    assert [batch.id for batch in store.active_batches()] == [running.id]
 
 
 def test_file_is_purged_after_its_own_time(store: Store) -> None:
@@ -297,7 +299,7 @@ def test_result_file_is_emptied_in_slices(store: Store, monkeypatch: pytest.Monk
     assert store.delete_file("t", file.id)
     assert len(content(store, batch.error)) == 10
     own = present(store.file("t", batch.input))
-    assert store.empty_file(own, 0) is None
+    assert store.delete_results_after(own, 0) is None
 
 
 def test_deleted_result_file_leaves_no_results(store: Store) -> None:
@@ -350,58 +352,60 @@ def test_line_numbers_and_custom_ids_are_unique(store: Store) -> None:
 
 def test_used_bytes_of_a_tenant_follow_its_rows(store: Store) -> None:
     batch, body = batch_of(store, 3), orjson.dumps("x" * 5000)
-    begun = store._used()["t"]
+    begun = store._used_bytes()["t"]
     assert begun == 5 * ROW_BYTES + len("in") + 9 + len("[]") + 3 * (2 * len("c1") + len("tiny"))
-    store.save([result(batch, 1, body=body), result(batch, 2, 500, body)])
-    saved = store._used()["t"]
+    store.save_results([result(batch, 1, body=body), result(batch, 2, 500, body)])
+    saved = store._used_bytes()["t"]
     assert 0 < saved - begun - 2 * (ROW_BYTES + len(body)) < 500
-    store.save([result(batch, 1, body=body)])  # ignored, as a second result
-    assert store._used()["t"] == saved
+    store.save_results([result(batch, 1, body=body)])  # ignored, as a second result
+    assert store._used_bytes()["t"] == saved
     batch_of(store, 1, "other")
     batch = ended(store, batch, Status.CANCELLED)
-    assert saved < store._used()["t"] < saved + 1500
+    assert saved < store._used_bytes()["t"] < saved + 1500
     assert store.delete_file("t", batch.output or "")
-    assert store._used()["t"] < saved - len(body)
-    assert store._used()["other"] == 3 * ROW_BYTES + 3 + len("in[]") + 2 * len("c1") + len("tiny")
+    assert store._used_bytes()["t"] < saved - len(body)
+    assert store._used_bytes()["other"] == 3 * ROW_BYTES + 3 + len("in[]") + 2 * len("c1") + len(
+        "tiny"
+    )
     purge(store, NOW + 3 * KEEP_S)
-    assert store._used()["t"] == 0
-    assert [batch.tenant for batch in store.active()] == ["other"]
+    assert store._used_bytes()["t"] == 0
+    assert [batch.tenant for batch in store.active_batches()] == ["other"]
 
 
 def test_results_count_towards_the_tenants_limit(store: Store) -> None:
-    store.bounds = StoreLimits(bytes=60_000, bytes_each=20_000)
+    store.limits = StoreLimits(bytes=60_000, bytes_per_tenant=20_000)
     batch, other = batch_of(store, 9), batch_of(store, 1, "other")
-    assert store.full() == set()
+    assert store.full_tenants() == set()
     body = orjson.dumps("x" * 10_000)
-    store.save([result(batch, 1, body=body), result(batch, 2, body=body)])
-    assert store.full() == {"t"}
+    store.save_results([result(batch, 1, body=body), result(batch, 2, body=body)])
+    assert store.full_tenants() == {"t"}
     with pytest.raises(TenantLimitError, match="limit is 20000"):
         store.add_file("t", "in", "batch", b"x", NOW)
     store.add_file("other", "in", "batch", b"x", NOW)
-    store.save([result(batch, number, body=body) for number in range(3, 7)])
-    assert store.full() == {"t", "other"}, "the total limit is exceeded"
+    store.save_results([result(batch, number, body=body) for number in range(3, 7)])
+    assert store.full_tenants() == {"t", "other"}, "the total limit is exceeded"
     with pytest.raises(StoreFullError, match=r"router\.batches\.max_bytes"):
         store.add_file("other", "in", "batch", b"x", NOW)
-    assert len(store.jobs(other, 0, 9)) == 1
+    assert len(store.next_jobs(other, 0, 9)) == 1
 
 
 def test_text_with_nul_counts_all_bytes(store: Store, database: str | None) -> None:
     batch = batch_of(store, 1)
-    before = store._used()["t"]
+    before = store._used_bytes()["t"]
     store.add_lines(batch, [InputLine(9, "\0" + "x" * 99, "\0" + "ä" * 1000, 0, 1)])
     escapes = 3 if database else 0  # PostgreSQL's text cannot have NUL
-    assert store._used()["t"] - before == ROW_BYTES + 2 * 100 + 2001 + escapes
-    assert [job.custom_id for job in store.jobs(batch, 1, 9)][-1] == "\0" + "x" * 99
+    assert store._used_bytes()["t"] - before == ROW_BYTES + 2 * 100 + 2001 + escapes
+    assert [job.custom_id for job in store.next_jobs(batch, 1, 9)][-1] == "\0" + "x" * 99
     store.add_file("u", "\0ä", "batch", b"x", NOW)
-    assert store._used()["u"] == ROW_BYTES + 3 + 1 + escapes // 3
+    assert store._used_bytes()["u"] == ROW_BYTES + 3 + 1 + escapes // 3
 
 
 @SQLITE
 def test_used_bytes_are_added_to_an_old_folder(store: Store, tmp_path: Path) -> None:
     batch = batch_of(store, 3)
-    store.save([result(batch, 1, body=orjson.dumps("x" * 5000))])
+    store.save_results([result(batch, 1, body=orjson.dumps("x" * 5000))])
     store.add_file("other", "in", "batch", b"x", NOW)
-    used, run = store._used(), store.backend.execute
+    used, run = store._used_bytes(), store.backend.execute
     schema = run(
         "SELECT type, name FROM sqlite_master WHERE type = 'trigger' OR name LIKE '%tenant'"
     )
@@ -410,9 +414,9 @@ def test_used_bytes_are_added_to_an_old_folder(store: Store, tmp_path: Path) -> 
     run("DROP TABLE used")
     store.close()
     again = Store(SqliteBackend(tmp_path), KEEP_S)
-    assert again._used() == used
+    assert again._used_bytes() == used
     again.add_file("other", "in", "batch", b"x", NOW)
-    assert again._used()["other"] == 2 * used["other"]
+    assert again._used_bytes()["other"] == 2 * used["other"]
     again.close()
 
 

@@ -152,8 +152,8 @@ def test_worker_without_new_pages_has_room_after_finishes() -> None:
 def handed(fleet: Fleet, now: float) -> Lease:
     """Hand a request over from the first worker to the second."""
     first, second = members(fleet)[:2]
-    halves = HandoverDecision(first, 0, PROMPT, 1.0, 0.1)
-    decision = Decision(second, Reason.HANDOVER, handover=halves)
+    handover = HandoverDecision(first, 0, PROMPT, 1.0, 0.1)
+    decision = Decision(second, Reason.HANDOVER, handover=handover)
     return fleet.charge(make_info(PROMPT, OUTPUT, prefix=SHARED), decision, now)
 
 

@@ -21,7 +21,7 @@ class Peers:
         self.look_times: list[float] = []
         self.changes: list[Worker] = []
 
-    def take_in_charges(self, now: float) -> None:
+    def read_remote_charges(self, now: float) -> None:
         self.look_times.append(now)
 
     def publish_soon(self, worker: Worker) -> None:
@@ -101,7 +101,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
 def test_peers_are_read_before_decisions_and_notified_of_changes() -> None:
     router = router_of(spec("a", most=2), spec("b", most=2))
     first, second = members(router.fleet)
-    peers = router.fleet.roster.others = Peers(router.fleet, fills=first)
+    peers = router.fleet.roster.remote_load = Peers(router.fleet, fills=first)
     lease = placed(router.submit(make_info(), 1.0))
     assert (peers.look_times, peers.fills, lease.worker) == ([1.0], None, second)
     for event in (

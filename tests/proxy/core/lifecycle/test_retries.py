@@ -48,41 +48,43 @@ def test_reserve_refills_with_time_up_to_its_minimum() -> None:
 def test_all_requests_of_a_failed_worker_are_spared() -> None:
     failures = WorkerFailureEvents()
     # The first failure takes from the budget.
-    assert not failures.take_free_retry(W0, 1.0, 9.0, beside=8)
+    assert not failures.take_free_retry(W0, 1.0, 9.0, live_workers=8)
     assert all(
-        failures.take_free_retry(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60)
+        failures.take_free_retry(W0, 1.0 + n / 10, 9.0 + n / 100, live_workers=7) for n in range(60)
     )
-    assert failures.take_free_retry(W0, 9.0, 9.0, beside=7)
-    assert not failures.take_free_retry(W0, 9.5, 9.6, beside=7)  # sent after the failure
+    assert failures.take_free_retry(W0, 9.0, 9.0, live_workers=7)
+    assert not failures.take_free_retry(W0, 9.5, 9.6, live_workers=7)  # sent after the failure
 
 
 def test_worker_fails_again_only_after_the_window() -> None:
     failures = WorkerFailureEvents()
     for at in (9.0, 9.0):
-        failures.take_free_retry(W0, 1.0, at, beside=8)
+        failures.take_free_retry(W0, 1.0, at, live_workers=8)
     for later in (9.0 + WINDOW_S, 9.1 + WINDOW_S):
-        assert not failures.take_free_retry(W0, 9.5, later, beside=8)
-    assert failures.take_free_retry(W0, 9.5, 9.2 + WINDOW_S, beside=8)
+        assert not failures.take_free_retry(W0, 9.5, later, live_workers=8)
+    assert failures.take_free_retry(W0, 9.5, 9.2 + WINDOW_S, live_workers=8)
 
 
 def test_single_failure_is_no_worker_failure() -> None:
     failures = WorkerFailureEvents()
-    failures.take_free_retry(W0, 1.0, 2.0, beside=2)
-    assert not failures.take_free_retry(W0, 3.0, 5.0, beside=2)
-    assert failures.take_free_retry(W0, 3.0, 5.0, beside=2)
+    failures.take_free_retry(W0, 1.0, 2.0, live_workers=2)
+    assert not failures.take_free_retry(W0, 3.0, 5.0, live_workers=2)
+    assert failures.take_free_retry(W0, 3.0, 5.0, live_workers=2)
     for _ in range(2):  # two of two workers: more than half of the fleet
-        assert not failures.take_free_retry(W1, 3.0, 5.0, beside=2)
+        assert not failures.take_free_retry(W1, 3.0, 5.0, live_workers=2)
 
 
-@pytest.mark.parametrize(("beside", "spared_workers"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
-def test_failures_are_spared_for_half_of_the_fleet(beside: int, spared_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("live_workers", "spared_workers"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)]
+)
+def test_failures_are_spared_for_half_of_the_fleet(live_workers: int, spared_workers: int) -> None:
     failures = WorkerFailureEvents()
-    workers = [Worker(spec(f"w{number}"), number) for number in range(beside)]
+    workers = [Worker(spec(f"w{number}"), number) for number in range(live_workers)]
     for worker in workers:
-        failures.take_free_retry(worker, 1.0, 9.0, beside)
-    spared = [failures.take_free_retry(worker, 1.0, 9.0, beside) for worker in workers]
+        failures.take_free_retry(worker, 1.0, 9.0, live_workers)
+    spared = [failures.take_free_retry(worker, 1.0, 9.0, live_workers) for worker in workers]
     assert spared.count(True) == spared_workers
     # After the window, another failure counts again.
     for _ in range(2):
-        last = failures.take_free_retry(workers[0], 1.0, 9.0 + 2 * WINDOW_S, beside)
+        last = failures.take_free_retry(workers[0], 1.0, 9.0 + 2 * WINDOW_S, live_workers)
     assert last

@@ -273,10 +273,10 @@ def test_full_queue_ends_the_wait_of_a_turn() -> None:
     scene = Scene(queue_requests=1)
     ticket = scene.wait()
     other = waits(scene.router.submit(pinned_to(scene.full), 11.1))
-    assert (ticket.left, scene.router.queue.length, scene.length()) == (True, 1, 0)
+    assert (ticket.removed, scene.router.queue.length, scene.length()) == (True, 1, 0)
     found, lease = making.pop_one(scene.router, 11.2)
     assert (found, placed(lease).worker.name) == (ticket, scene.other)
-    assert not other.left
+    assert not other.removed
 
 
 def test_turn_that_leaves_a_full_queue_can_be_withdrawn() -> None:
@@ -297,7 +297,7 @@ def test_full_queue_ends_no_wait_of_a_turn_without_another_worker() -> None:
     occupy(scene.router, scene.other, now=11.1)
     answer = refused(scene.router.submit(make_info(10), 11.2))
     assert (answer.reason, answer.retry_after_s) == (Reason.QUEUE_FULL, 1)
-    assert (ticket.left, scene.length()) == (False, 1)
+    assert (ticket.removed, scene.length()) == (False, 1)
 
 
 def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
@@ -307,7 +307,7 @@ def test_turn_that_leaves_a_full_queue_passes_no_request_before_it() -> None:
     first = waits(scene.router.submit(make_info(100, long=True), 11.2))
     scene.end(free, 11.3)
     answer = refused(scene.router.submit(pinned_to(scene.full), 11.3))
-    assert (answer.reason, ticket.left) == (Reason.QUEUE_FULL, False)
+    assert (answer.reason, ticket.removed) == (Reason.QUEUE_FULL, False)
     assert scene.settled(11.3).info is first.info
 
 
@@ -316,10 +316,10 @@ def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queu
     scene = Scene("abc", queue_requests=1)
     ticket = scene.wait()
     urgent = waits(scene.router.submit(turn(output=1, deadline=14.0), 11.0))
-    assert (ticket.left, present(urgent.cache_wait).only) == (True, True)
+    assert (ticket.removed, present(urgent.cache_wait).only) == (True, True)
     assert scene.settled(11.1).worker.name != scene.full
     answer = refused(scene.router.submit(pinned_to(scene.full), 11.1))
-    assert (answer.reason, urgent.left) == (Reason.QUEUE_FULL, False)
+    assert (answer.reason, urgent.removed) == (Reason.QUEUE_FULL, False)
 
 
 def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
@@ -332,7 +332,7 @@ def test_retry_after_counts_no_turns_that_wait_for_a_cache() -> None:
         scene.end(running, second)
         running = scene.settled(second)
         waits(scene.router.submit(make_info(100), second))
-    assert not any(ticket.left for ticket in turns)
+    assert not any(ticket.removed for ticket in turns)
     assert scene.length() == 2
     assert refused(scene.router.submit(make_info(100), 23.0)).retry_after_s == 6
 
@@ -396,7 +396,7 @@ def test_no_turn_waits_longer_than_its_bound(events: list[tuple[str, float, int]
             if isinstance(answer, Lease):
                 running.append(answer)
         free = any(not worker.is_full for worker in router.fleet.roster)
-        for ticket in [t for _, _, t in router.queue._deadlines if not t.left]:
+        for ticket in [t for _, _, t in router.queue._deadlines if not t.removed]:
             bound = min(MAX_CACHE_WAIT * SAVED_S, MAX_CACHE_WAIT_SHARE * WAIT_S)
             if free:
                 assert ticket.cache_wait is not None, "only a wait for a cache leaves a slot free"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Attempts
 from proxy.core.model.types import Outcome, Reason, RequestInfo
-from proxy.core.queue.eviction import amounts
+from proxy.core.queue.eviction import amounts_of
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
@@ -43,14 +43,14 @@ class QueueBench:
         """Add a request and return the evicted tickets; None if the request was refused."""
         self.now += 1.0
         gone: list[Ticket] = []
-        if not self.queue.has_room(amounts(info)):
+        if not self.queue.has_room(amounts_of(info)):
             gone = self.queue.choose_evicted(info)
             if not gone:
                 return None
         for ticket in gone:
             assert self.queue.remove(ticket)
             self.tickets.remove(ticket)
-        assert self.queue.has_room(amounts(info))
+        assert self.queue.has_room(amounts_of(info))
         self.tickets.append(self.queue.push(info, self.now))
         return gone
 
@@ -75,7 +75,7 @@ def test_shares_follow_weights() -> None:
     assert bench.counts() == {"one": 3, "three": 9}
 
 
-@pytest.mark.parametrize("bound", ["max_bytes", "most_tokens"])
+@pytest.mark.parametrize("bound", ["max_bytes", "max_tokens"])
 def test_bytes_and_tokens_count_if_they_are_scarce(bound: str) -> None:
     bench, large, small = QueueBench(1000, **{bound: 10_000}), tenant("large"), tenant("small")
     for _ in range(4):
@@ -121,7 +121,7 @@ def test_no_eviction_if_the_request_would_not_fit() -> None:
 )
 @settings(deadline=None)
 def test_bounds_hold_and_evicted_tenants_had_more(requests: list[tuple[int, int, int]]) -> None:
-    bench = QueueBench(CAPACITY, 2000, most_tokens=1500)
+    bench = QueueBench(CAPACITY, 2000, max_tokens=1500)
     tenants = [
         tenant(f"t{number}", rank, 1.0 + number % 2)
         for number, rank in enumerate((INTERACTIVE, STANDARD, STANDARD, STANDARD, BATCH))

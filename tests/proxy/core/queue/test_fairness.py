@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
-from proxy.core.queue.dispatch import End
+from proxy.core.queue.dispatch import Answer
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
@@ -60,7 +60,7 @@ class QueueBench:
         """Dispatch requests and charge them as the router does."""
         left = slots
 
-        def end(ticket: Ticket) -> End | None:
+        def place(ticket: Ticket, _: float) -> Answer | None:
             nonlocal left
             info = ticket.info
             if not left:
@@ -71,7 +71,7 @@ class QueueBench:
                 self.served[info.tenant.name] += int(cost(info))
             return PLACED
 
-        gone = [ticket for ticket, _ in self.queue.dispatch(end, self.now)]
+        gone = [ticket for ticket, _ in self.queue.dispatch(place, self.now)]
         self.order += gone
         return gone
 
@@ -187,10 +187,10 @@ def test_blocked_long_lets_shorts_of_lower_classes_pass() -> None:
     bench.push(info_of(first, long=True))
     short = bench.push(info_of(second))
 
-    def end(ticket: Ticket) -> End | None:
+    def place(ticket: Ticket, _: float) -> Answer | None:
         return None if ticket.info.long else PLACED
 
-    assert [ticket for ticket, _ in bench.queue.dispatch(end, 0.0)] == [short]
+    assert [ticket for ticket, _ in bench.queue.dispatch(place, 0.0)] == [short]
 
 
 @given(
@@ -352,11 +352,13 @@ class QueueMachine(RuleBasedStateMachine):
         for owner in self.tenants:
             own = [t for t in self.waiting if t.info.tenant is owner]
             assert owner.waiting == len(own)
-            assert (owner in queue.turns.waiting(owner.spec.rank)) == bool(own)
+            assert (owner in queue.shares.waiting(owner.spec.rank)) == bool(own)
         for (place, rank), (front, oldest) in queue.fronts().items():
-            lines = [line for line in queue._lines.by_key.values() if line.key[:2] == (place, rank)]
-            assert front == min(lines, key=lambda line: present(line.entry)).turn
-            assert oldest == min(ticket.since for line in lines for ticket in line.tickets)
+            fifos = [
+                line for line in queue._buckets.by_key.values() if line.key[:2] == (place, rank)
+            ]
+            assert front == min(fifos, key=lambda fifo: present(fifo.entry)).sort_key
+            assert oldest == min(ticket.since for fifo in fifos for ticket in fifo.tickets)
 
 
 TestQueue = QueueMachine.TestCase

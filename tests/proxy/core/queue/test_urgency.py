@@ -10,7 +10,7 @@ import pytest
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
-from proxy.core.queue.urgency import WEIGHT
+from proxy.core.queue.urgency import PREFILL_WEIGHT
 from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.proxy.core.making import (
@@ -143,7 +143,7 @@ def test_client_without_a_tenant_passes_no_request_that_waited_its_time(
     left_s: float, *, late: bool
 ) -> None:
     """A deadline, however short, gives a key that is not before the arrival."""
-    now = WEIGHT * 20_000 * TOKEN_S + (0.01 if late else -3.1)
+    now = PREFILL_WEIGHT * 20_000 * TOKEN_S + (0.01 if late else -3.1)
     long, dated = fresh(20_000), fresh(100, deadline=now + left_s)
     found = order(make_router(queue_wait_s=1000.0), (0.0, long), (now, dated), served_at=now)
     assert found[0] is (long if late else dated)

@@ -28,7 +28,7 @@ NONE_ALLOWED = ClientFields()
 def forbidden_field(
     body: str, allowed: ClientFields = NONE_ALLOWED, *, tenants: bool = True
 ) -> str:
-    return find_forbidden(orjson.loads(body), body.encode(), tenants=tenants, may=allowed)
+    return find_forbidden(orjson.loads(body), body.encode(), tenants=tenants, allowed=allowed)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,13 @@ def test_half_an_address_in_an_id_is_enough() -> None:
 
 def test_forbidden_form_fields() -> None:
     lane = form((XARGS, b'{"lane": "urgent"}'))
-    assert find_forbidden_in_form(lane, TYPE, tenants=True, may=NONE_ALLOWED) == "vllm_xargs"
-    assert find_forbidden_in_form(lane, TYPE, tenants=False, may=NONE_ALLOWED) == ""
-    assert find_forbidden_in_form(lane, TYPE, tenants=True, may=ClientFields(arguments=True)) == ""
+    assert find_forbidden_in_form(lane, TYPE, tenants=True, allowed=NONE_ALLOWED) == "vllm_xargs"
+    assert find_forbidden_in_form(lane, TYPE, tenants=False, allowed=NONE_ALLOWED) == ""
+    assert (
+        find_forbidden_in_form(lane, TYPE, tenants=True, allowed=ClientFields(arguments=True)) == ""
+    )
     plain = form((PROMPT, b"what is vllm_xargs?"))
-    assert find_forbidden_in_form(plain, TYPE, tenants=True, may=NONE_ALLOWED) == ""
+    assert find_forbidden_in_form(plain, TYPE, tenants=True, allowed=NONE_ALLOWED) == ""
 
 
 # Fields as the router reads them

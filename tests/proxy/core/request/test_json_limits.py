@@ -17,15 +17,15 @@ from proxy.core.request.json_limits import (
     MAX_VALUES,
     PIECE_BYTES,
     JsonMask,
-    excess,
+    exceeded_bound,
     may_exceed,
 )
 from proxy.core.request.token_estimate import MAX_EXAMINED, measure
 from tests.proxy.core.making import read, refused, route, router_of, spec
 
 
-def exceeded_bound(body: bytes) -> str:
-    return excess(JsonMask(body)) if may_exceed(body) else ""
+def bound_of(body: bytes) -> str:
+    return exceeded_bound(JsonMask(body)) if may_exceed(body) else ""
 
 
 def listed(unit: bytes, times: int, key: bytes = b"x") -> bytes:
@@ -49,22 +49,22 @@ def listed(unit: bytes, times: int, key: bytes = b"x") -> bytes:
 )
 def test_number_of_strings_lists_and_objects_is_limited(unit: bytes, nodes: int) -> None:
     limit = (MAX_NODES - 3) // nodes  # minus the object, its key and the list
-    assert exceeded_bound(listed(unit, limit)) == ""
+    assert bound_of(listed(unit, limit)) == ""
     more = listed(unit, limit + 1)
-    assert exceeded_bound(more) == "200,000 strings, lists and objects"
+    assert bound_of(more) == "200,000 strings, lists and objects"
     assert len(more) > LARGE_BODY_BYTES, "shorter bodies are not checked"
 
 
 def test_number_of_values_is_limited() -> None:
     limit = MAX_VALUES - 3
     for unit in (b"7", b"123456"):
-        assert exceeded_bound(listed(unit, limit)) == ""
-        assert exceeded_bound(listed(unit, limit + 2)) == "1,100,000 values"
+        assert bound_of(listed(unit, limit)) == ""
+        assert bound_of(listed(unit, limit + 2)) == "1,100,000 values"
 
 
 @pytest.mark.parametrize("mark", [b"\\", b'"', b'\\"', b'"\\', b'"' * (2 * MAX_NODES + 1)])
 def test_invalid_json_does_not_break_the_count(mark: bytes) -> None:
-    exceeded_bound(b"{" + mark + b"[," * MAX_VALUES)
+    bound_of(b"{" + mark + b"[," * MAX_VALUES)
 
 
 def test_nodes_at_a_piece_boundary_are_counted() -> None:
@@ -76,7 +76,7 @@ def test_nodes_at_a_piece_boundary_are_counted() -> None:
         + b'{"a":1},' * 100_000
         + b"1]}"
     )
-    assert exceeded_bound(body) == "200,000 strings, lists and objects"
+    assert bound_of(body) == "200,000 strings, lists and objects"
 
 
 @pytest.mark.parametrize("at", range(0, 100, 7))
@@ -84,19 +84,19 @@ def test_nodes_in_one_part_of_a_text_are_counted(at: int) -> None:
     nodes, text = b'"",' * (MAX_NODES + 1), b"x" * 30_000
     before = b'"%b",' % text * at
     after = b'"%b",' % text * (100 - at)
-    assert exceeded_bound(b"[" + before + nodes + after + b"1]").startswith("200,000")
+    assert bound_of(b"[" + before + nodes + after + b"1]").startswith("200,000")
 
 
 @pytest.mark.plain("replaces a part")
 def test_a_text_with_few_values_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    count = json_limits._counted
+    count = json_limits._count_signs
     # At a random place, the last sample may reach beyond the text.
     monkeypatch.setattr(json_limits, "SAMPLE_PLACES", [0.5] * 128)
     monkeypatch.setattr(
-        json_limits, "_counted", lambda text: counted.append(len(text)) or count(text)
+        json_limits, "_count_signs", lambda text: counted.append(len(text)) or count(text)
     )
-    assert exceeded_bound(b'{"prompt":"%b"}' % (b"if x in {1, 2}: y(x)" * 40_000)) == ""
+    assert bound_of(b'{"prompt":"%b"}' % (b"if x in {1, 2}: y(x)" * 40_000)) == ""
     assert counted == [len(json_limits.SAMPLE_PLACES) * json_limits.SAMPLE_BYTES]
 
 
@@ -132,7 +132,7 @@ EXPENSIVE: list[tuple[str, bytes]] = [
 @pytest.mark.parametrize("at", range(len(EXPENSIVE)))
 def test_cost_of_measuring_expensive_bodies_is_bounded(at: int) -> None:
     path, body = EXPENSIVE[at]
-    assert exceeded_bound(body) == "", "the body must pass the limit"
+    assert bound_of(body) == "", "the body must pass the limit"
     fields, shape, lines = orjson.loads(body), route(path).shape, 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> Any:

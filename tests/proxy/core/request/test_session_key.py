@@ -26,7 +26,7 @@ def key_of(
     owner = making.tenant(tenant) if tenant else None
     router.remember("resp_1", "w", owner)
     info = sized(router, {"model": "m", **fields}, path, owner, session=header)
-    return info.session, info.chained
+    return info.session, info.is_chained
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.core.learned.bytes_per_token import USUAL_OUTPUT
 from proxy.core.model.route_table import ROUTES
 from proxy.core.model.types import RequestInfo, Usage
-from proxy.core.request.sizing import Sizer, enlarge, fit
+from proxy.core.request.sizing import Sizer, enlarge, shrink_to_fit
 from proxy.core.request.token_estimate import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
 from tests.proxy.core.making import chat, make_info, route
 
@@ -106,11 +106,11 @@ def test_truncation_auto_fits_a_response_to_the_context(truncation: str | None) 
     body = {"input": "x" * 900_000, "max_output_tokens": 100}
     cut = size(body | {"truncation": truncation}, "/v1/responses")
     assert cut.needed_context - cut.prompt_error == 100
-    fit(cut, 4000, cuts_output=False)
+    shrink_to_fit(cut, 4000, cuts_output=False)
     assert cut.needed_context == 4000
     whole = size(body | {"truncation": "disabled"}, "/v1/responses")
     assert whole == size(body, "/v1/responses")
-    fit(whole, 4000, cuts_output=False)
+    shrink_to_fit(whole, 4000, cuts_output=False)
     assert whole.needed_context > 200_000
 
 
@@ -163,12 +163,12 @@ def test_least_prompt_follows_the_learnt_rate() -> None:
 def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
     estimated = size(chat("x" * 20_000, max_tokens=100))
     assert (estimated.needed_context, estimated.prompt_error) == (5000 + TEMPLATE + 100, 2503)
-    fit(estimated, 4000, cuts_output=False)
+    shrink_to_fit(estimated, 4000, cuts_output=False)
     assert estimated.needed_context == 4000
     assert estimated.largest_prompt == estimated.prompt_tokens == 3900
     assert 4000 - estimated.prompt_error >= 2500, "no smaller worker than before"
     sure = size(chat("x" * 70_000, max_tokens=100))
-    fit(sure, 4000, cuts_output=False)
+    shrink_to_fit(sure, 4000, cuts_output=False)
     assert sure.needed_context == 17_500 + TEMPLATE + 100
 
 
@@ -179,11 +179,11 @@ def test_fit_reduces_an_uncertain_size_to_the_context() -> None:
 def test_fit_cuts_the_output_limit_to_the_context(tokens: int, limit: int, needed: int) -> None:
     """But not below one token, nor a limit above the context, which a worker refuses."""
     sized = size({"prompt": [1] * tokens, "max_tokens": limit}, "/v1/completions")
-    fit(sized, 4000, cuts_output=True)
+    shrink_to_fit(sized, 4000, cuts_output=True)
     assert sized.needed_context == needed
     body = {"token_ids": [1] * 10, "sampling_params": {"max_tokens": 9000}}
     cut = size(body, "/inference/v1/generate")
-    fit(cut, 4000, cuts_output=True)
+    shrink_to_fit(cut, 4000, cuts_output=True)
     assert cut.needed_context == 4000
 
 

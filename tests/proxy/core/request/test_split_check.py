@@ -72,17 +72,17 @@ def router() -> Router:
 def test_why_a_request_cannot_be_split(
     router: Router, path: str, fields: dict[str, object], reason: str
 ) -> None:
-    assert sized(router, fields, path).whole == reason
+    assert sized(router, fields, path).why_whole == reason
 
 
 def test_what_a_split_needs_is_kept(router: Router) -> None:
     info = sized(router, chat("hi", min_tokens=4))
-    assert info.least_output
+    assert info.has_min_tokens
     assert info.field_names == chat("hi", min_tokens=4).keys()
-    assert not sized(router, chat("hi")).least_output
+    assert not sized(router, chat("hi")).has_min_tokens
     assert sized(router, chat("hi", n=2)).field_names is None
     without_transfer = sized(router_of(spec("w0")), chat("hi", n=2))
-    assert (without_transfer.whole, without_transfer.field_names) == ("", None)
+    assert (without_transfer.why_whole, without_transfer.field_names) == ("", None)
 
 
 def test_member_names_are_those_of_the_body_sent(router: Router) -> None:

@@ -43,7 +43,7 @@ def make_router(*extra: WorkerSpec, prefills: int = 1, decodes: int = 1, **setti
 def whole(prompt: int, output: int = 50) -> RequestInfo:
     """Return a request that cannot be split."""
     info = make_info(prompt, output)
-    info.whole = "samples"
+    info.why_whole = "samples"
     return info
 
 
@@ -113,8 +113,8 @@ def test_verdict_about_a_request(
         place_decoding(router, count=decoding)
     explained = router.placer.explain(info, 0.0)
     decision = placed(router.submit(info, 0.0)).decision
-    assert (decision.route, decision.reason, decision.whether) == (route, reason, verdict)
-    assert getattr(explained, "whether", None) == verdict
+    assert (decision.route, decision.reason, decision.verdict) == (route, reason, verdict)
+    assert getattr(explained, "verdict", None) == verdict
     assert verdicts(router).get(verdict, 0) == bool(verdict)
 
 
@@ -166,9 +166,9 @@ def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
     placed(router.submit(whole(6 * LONG), 0.0))
     wait_s = worker.wait_s(0.0, for_long=False)
     lease = placed(router.submit(make_info(LONG), 0.0))
-    halves = present(lease.decision.handover)
-    assert wait_s > 2 * halves.prefill_s
-    foreseen_s = wait_s + halves.transfer_s + worker.pace.step_s(0)
+    handover = present(lease.decision.handover)
+    assert wait_s > 2 * handover.prefill_s
+    foreseen_s = wait_s + handover.transfer_s + worker.pace.step_s(0)
     assert lease.decision.predicted_ttft_s == pytest.approx(foreseen_s)
 
 
@@ -426,13 +426,13 @@ def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
     router = make_router(disaggregate_above=100, policy=rule)
     route, by = explained(router, make_info(1000))
     assert route == "p0>d0"
-    for prompt, whether in (
+    for prompt, verdict in (
         (1000, HandoverVerdict.HANDED_OVER),
         (50, HandoverVerdict.NOT_WORTH_IT),
     ):
         decision = router.placer.explain(make_info(prompt), 0.0)
         assert isinstance(decision, Decision)
-        assert decision.whether == whether
+        assert decision.verdict == verdict
     assert by["p0"] == "prefills only"
     if rule == "adaptive":
         assert by["d0"] == "p0"
@@ -469,8 +469,8 @@ def test_no_handover_if_the_transfer_outlasts_the_blocks(above: int | None) -> N
 def test_time_spent_reduces_the_time_left_to_fetch() -> None:
     router = make_router(decodes=2, disaggregate_above=1, transfer_within_s=24.0)
     lease = placed(router.submit(make_info(LONG), 0.0))
-    busy_one, halves = lease.worker, lease.decision.handover
-    present(halves).transfer_s = 5.0
+    busy_one, handover = lease.worker, lease.decision.handover
+    present(handover).transfer_s = 5.0
     router.leases.end_prefill(lease, 1.0, None)
     assert router.leases.recheck_decode_worker(lease, 1.0, may_move=False, spent_s=18.0)
     assert not router.leases.recheck_decode_worker(lease, 1.0, may_move=True, spent_s=20.0)

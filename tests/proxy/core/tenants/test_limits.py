@@ -98,8 +98,8 @@ def test_ledgers_in_shared_memory_share_usage() -> None:
     limits = Limits(requests_per_minute=3, tokens_per_minute=1000)
     one, other = TenantUsage(limits), TenantUsage(limits)
     assert one.enter(0.0, 10, 1) is None  # before the ledgers share memory
-    one.share(memory)
-    other.share(memory)
+    one.use_shared_cells(memory)
+    other.use_shared_cells(memory)
     assert other.enter(0.0, 10, 1) is None
     assert one.enter(0.0, 10, 1) is None
     for ledger in (one, other):

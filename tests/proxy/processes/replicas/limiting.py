@@ -30,7 +30,7 @@ async def limiting(
     task = asyncio.create_task(limiter.run())
     await eventually(lambda: limiter.is_up)
     [tenant] = tenants
-    remote = tenant.ledger.remote
+    remote = tenant.ledger.remote_limits
     assert isinstance(remote, TenantLimits)
     yield limiter, remote
     task.cancel()

@@ -12,7 +12,7 @@ import redis as redis_library
 
 from proxy.config.shared import SharedConfig
 from proxy.core.tenants.limits import LimitExceeded, Limits
-from proxy.processes.replicas.advance import MOMENT_S, Advance
+from proxy.processes.replicas.limit_advance import MOMENT_S, LimitAdvance
 from proxy.processes.replicas.limits import SharedLimiter, TenantLimits
 from tests.proxy.processes.replicas.limiting import limiting, per_minute
 from tests.proxy.wire.site import eventually
@@ -34,9 +34,9 @@ class Process:
     async def send(self) -> bool:
         """Send a request; return whether it is admitted."""
         exceeded: LimitExceeded | None = None
-        if not self.limits.take(TOKENS):
+        if not self.limits.take_from_advance(TOKENS):
             decided: asyncio.Future[LimitExceeded | None] = asyncio.Future()
-            if self.limits.ask(TOKENS, decided.set_result) is None:
+            if self.limits.request_decision(TOKENS, decided.set_result) is None:
                 exceeded = self.ledger.decide(self.limiter.clock(), TOKENS)
             else:
                 exceeded = await decided
@@ -61,7 +61,7 @@ class Process:
 
     async def settle(self) -> None:
         """Wait until nothing is charged in advance or to be reported."""
-        await eventually(lambda: not (self.limits.advance.requests or self.limits.has_more))
+        await eventually(lambda: not (self.limits.advance.requests or self.limits.has_unreported))
 
 
 class Server:
@@ -186,7 +186,7 @@ async def test_advance_is_given_up_without_the_server(
     assert process.limits.advance.requests
     own_redis.kill()
     await eventually(lambda: not process.limiter.is_up)
-    assert not process.limits.take(TOKENS)
+    assert not process.limits.take_from_advance(TOKENS)
     left, _ = process.ledger.remaining(process.limiter.clock())
     assert left is not None
     assert left[1] >= MANY - 41
@@ -218,7 +218,7 @@ async def test_concurrency_holds_when_the_server_loses_its_data(
 
     sender = asyncio.create_task(send())
     await restart(own_redis, processes)
-    await eventually(lambda: processes[0].ledger.elsewhere == 6)
+    await eventually(lambda: processes[0].ledger.running_elsewhere == 6)
     await asyncio.sleep(0.1)
     sender.cancel()
     assert sum(process.ledger.running for process in processes) == 10
@@ -243,7 +243,7 @@ async def test_spent_limits_hold_when_the_server_loses_its_data(
 
 
 def test_advance_is_twice_what_comes_in_a_moment() -> None:
-    advance = Advance(0.0)
+    advance = LimitAdvance(0.0)
     assert not advance.take(5)
     assert advance.change(0.001) == (0, 0)  # a single request
     assert not advance.take(5)

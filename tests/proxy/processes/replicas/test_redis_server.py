@@ -55,7 +55,7 @@ async def exchange(settings: SharedConfig, password: str | None = None) -> None:
     decided: list[LimitExceeded | None] = []
     async with limiting(settings, per_minute(1), password) as (_, remote):
         for _ in range(2):
-            assert remote.ask(10, decided.append) is not None
+            assert remote.request_decision(10, decided.append) is not None
         await eventually(lambda: len(decided) == 2)
     assert decided[0] is None
     assert decided[1] is not None

@@ -203,10 +203,10 @@ def test_restarted_process_is_read_anew(receiver: Receiver) -> None:
 
 
 def test_worker_that_this_host_finds_later_has_its_load(receiver: Receiver) -> None:
-    receiver.workers.apply(WorkersChanged((), gone=("a",)))
+    receiver.workers.apply(WorkersChanged((), removed=("a",)))
     receiver.receive(1.0, loaded(), whole=True)
     assert not receiver.table.sheet(FIRST).has_charges(8)
-    receiver.sheets.place(receiver.workers.apply(WorkersChanged((known(row=8),))))
+    receiver.sheets.write_new_rows(receiver.workers.apply(WorkersChanged((known(row=8),))))
     assert receiver.table.sheet(FIRST).read_load(8)[0] == LOAD
 
 
@@ -218,7 +218,7 @@ def test_names_follow_the_leader() -> None:
     assert (workers.rows, workers.names, workers.limits) == ({name: 5}, {5: name}, {})
     assert workers.apply(WorkersChanged((known("b", 5, 2),))) == [f"b {spec('b').url}"]  # reused
     assert workers.names == {5: f"b {spec('b').url}"}
-    assert workers.apply(WorkersChanged((known("c", 6),), all=True)) == [f"c {spec('c').url}"]
+    assert workers.apply(WorkersChanged((known("c", 6),), complete=True)) == [f"c {spec('c').url}"]
     assert workers.names == {6: f"c {spec('c').url}"}
     assert workers.apply(WorkersChanged((known("c", None),))) == []
     assert (workers.rows, workers.limits) == ({}, {})

@@ -14,13 +14,18 @@ from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Tenants, TenantSpec
 from proxy.processes.ipc_messages import StoredResponses, UrgentChange, WorkersChanged
-from proxy.processes.replicas import ticks
+from proxy.processes.replicas import publish_times
 from proxy.processes.replicas.limits import SharedLimiter
 from proxy.processes.replicas.messages import Update, encode
+from proxy.processes.replicas.publish_times import PUBLISH_INTERVAL_S, SMALL_INTERVAL_S
 from proxy.processes.replicas.remote_sheets import LEASE_S
 from proxy.processes.replicas.replication import Replication
-from proxy.processes.replicas.ticks import PUBLISH_INTERVAL_S, SMALL_INTERVAL_S
-from proxy.processes.shared.process_sheet import BREAKS, LARGE, LIFE, WAITING
+from proxy.processes.shared.process_sheet import (
+    BREAKER_CHANGES,
+    LARGE_PREFILLS,
+    LIFE,
+    WAITING,
+)
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
 from tests.proxy.processes.replicas.test_remote_sheets import LOAD, known
 from tests.proxy.processes.router_group import DEADLINE_S
@@ -125,7 +130,7 @@ async def test_host_that_stops_together_with_the_server_ends(host: Host) -> None
 async def test_urgent_change_is_published_before_small_ones(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ticks, "SMALL_INTERVAL_S", 1e9)
+    monkeypatch.setattr(publish_times, "SMALL_INTERVAL_S", 1e9)
     channel, task = await start_publishing(host)
     await eventually(lambda: host.table.awaits_urgent)
     sheet = host.table.sheet(0)
@@ -198,10 +203,10 @@ def test_host_that_starts_without_the_server_takes_the_configured_part() -> None
     [
         (1, 100, None, False),
         (1, 100_000, None, False),
-        (1, 100, LARGE, True),
+        (1, 100, LARGE_PREFILLS, True),
         (2, 100, None, True),  # of eight slots for two hosts
         (1, 100, WAITING, True),
-        (1, 100, BREAKS, True),
+        (1, 100, BREAKER_CHANGES, True),
         (1, 100, LIFE, True),
     ],
 )

@@ -37,7 +37,7 @@ def tenant(group: VirtualGroup, index: int, name: str = "t") -> Tenant:
 
 def remote_usage(group: VirtualGroup, index: int) -> Any:
     """Return one process's view of the tenant in other processes."""
-    others = tenant(group, index).ledger.others
+    others = tenant(group, index).ledger.remote_usage
     assert others is not None
     return others
 
@@ -237,7 +237,7 @@ def test_clear_is_atomic_for_readers(
         def step(sheet: ProcessSheet, *numbers: object) -> None:
             write(sheet, *numbers)
             group.now += READ_INTERVAL_S
-            group.sharings[1].take_in_charges(group.now)
+            group.sharings[1].read_remote_charges(group.now)
             standings.extend(tenant(group, 1, name).standings[Rank.STANDARD] for name in "tu")
 
         return step
@@ -248,7 +248,7 @@ def test_clear_is_atomic_for_readers(
         group.crash(0)
     assert set(standings) == {1e6}
     group.read_all(after_s=READ_INTERVAL_S)
-    assert tenant(group, 1).ledger.elsewhere == 0, "its running requests are gone"
+    assert tenant(group, 1).ledger.running_elsewhere == 0, "its running requests are gone"
 
 
 def make_rivals(make_group: MakeGroup) -> TenantLoad:
@@ -426,11 +426,11 @@ def test_only_changed_tenants_are_read(
     assert rows == []
     for name in ("t7", "t9", "t7"):
         placed(submit(group, 0, name))
-    group.sharings[1].take_in_charges(group.now)
+    group.sharings[1].read_remote_charges(group.now)
     assert len(rows) == 2 == len(set(rows))
-    assert [tenant(group, 1, name).ledger.elsewhere for name in ("t7", "t9")] == [3, 1]
+    assert [tenant(group, 1, name).ledger.running_elsewhere for name in ("t7", "t9")] == [3, 1]
     group.now += FULL_READ_INTERVAL_S
-    group.sharings[1].take_in_charges(group.now)
+    group.sharings[1].read_remote_charges(group.now)
     assert len(rows) == 202, "a full read finds missed changes"
 
 

@@ -60,7 +60,7 @@ def wake_supervisor(group: VirtualGroup) -> None:
     [
         lambda group: group.routers[0].submit(make_info(LARGE_PREFILL_TOKENS), group.now),
         lambda group: group.open_breaker(0, "a"),
-        lambda group: group.routers[0].queue.elsewhere.report_change(),
+        lambda group: group.routers[0].queue.remote_queues.report_change(),
         wake_supervisor,
     ],
 )
@@ -180,14 +180,14 @@ def test_panic_is_shared(make_all: MakeGroup) -> None:
 def test_load_is_read_once_per_interval(make_processes: MakeGroup) -> None:
     group = make_processes(2, spec("a"))
     group.submit(0)
-    group.sharings[1].take_in_charges(group.now)
+    group.sharings[1].read_remote_charges(group.now)
     before = group.now
     group.routers[0].submit(make_info(), group.now)
     for callback in group.callbacks:
         callback()
-    group.sharings[1].take_in_charges(before)
+    group.sharings[1].read_remote_charges(before)
     assert group.worker(1, "a").requests == 1
-    group.sharings[1].take_in_charges(before + READ_INTERVAL_S)
+    group.sharings[1].read_remote_charges(before + READ_INTERVAL_S)
     assert group.worker(1, "a").requests == 2
 
 
@@ -295,7 +295,7 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
     placer = group.routers[1].placer
     _, decision = placer.decide(info, group.now, FIRST_ATTEMPT, late=True)
     assert decision is None
-    assert info.whole == ""
+    assert info.why_whole == ""
 
 
 def test_unpublished_change_is_found_by_a_full_read(make_group: MakeGroup) -> None:
@@ -354,7 +354,7 @@ def test_reused_row_does_not_keep_a_breaker(make_all: MakeGroup) -> None:
     group.end_turn()
     group.now += ROW_REUSE_AFTER_S
     newcomer = group.routers[0].fleet.roster.add(spec("c"))
-    group.sharings[0].place(newcomer, 0, group.now)
+    group.sharings[0].share_worker(newcomer, 0, group.now)
     assert newcomer.breaker.closed
 
 
@@ -366,18 +366,18 @@ def test_only_process_of_a_host_reads_other_hosts_after_their_changes(make_any: 
     table.remote_in_use = 1
     other = table.sheet(1)
     for requests in (1, 2):
-        sharing.take_in_charges(group.now)
+        sharing.read_remote_charges(group.now)
         other.write_load(row, WorkerLoad(requests), 0.0)
         other.mark_changed(row)
         group.now += 1.1 * REMOTE_INTERVAL_S
-        sharing.take_in_charges(group.now)
+        sharing.read_remote_charges(group.now)
         assert worker.requests == requests - 1
         if requests == 1:
             table.updates += 1
             group.now += 1.1 * REMOTE_INTERVAL_S
         else:
             group.now += LOOK_INTERVAL_S
-        sharing.take_in_charges(group.now)
+        sharing.read_remote_charges(group.now)
         assert worker.requests == requests
 
 

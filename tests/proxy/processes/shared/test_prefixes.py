@@ -59,7 +59,7 @@ def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGrou
     keys: list[int] = [0]
     for number in range(6):
         info, router = make_info(400), group.routers[number % 3]
-        info.chained, info.session = True, keys[-1]
+        info.is_chained, info.session = True, keys[-1]
         lease = placed(router.submit(info, group.now))
         router.leases.record_response_id(lease, f"resp_{number}", group.now)
         group.end_turn()

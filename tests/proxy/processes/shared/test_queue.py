@@ -89,7 +89,7 @@ def test_full_queue_of_one_tenant_gives_way_in_another_process(make_processes: M
         waits(submit(group, 0, "single"))
     assert refused(submit(group, 0, "single")).status == 429
     assert [ticket for ticket, _ in group.routers[1].pop_due(group.now)] == crowd[4:2:-1]
-    assert not single.left
+    assert not single.removed
 
 
 def test_one_of_two_equal_processes_evicts(make_processes: MakeGroup) -> None:
@@ -164,7 +164,7 @@ def test_place_not_taken_by_the_first_goes_to_the_next_after_hold_s(
     others = [wait(group, 0) for _ in range(2)]
     group.finish(0, running)
     assert due(group, 0) == []
-    assert group.queues[0].held
+    assert group.queues[0].holds_back
     group.now += HOLD_S
     assert due(group, 0) == others[:1]
 
@@ -295,7 +295,7 @@ def test_turn_that_waits_for_a_cache_gives_way_to_other_processes(
     waits(group.routers[1].submit(pinned, group.now))
     group.end_turn()
     assert due(group, 0) == []
-    assert not tickets[0].left
+    assert not tickets[0].removed
 
 
 def test_turn_that_another_process_overtakes_goes_elsewhere_in_bounded_time(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.core.fleet.worker import Worker
-from proxy.processes.shared.process_sheet import BREAKS, WAITING, ProcessSheet
+from proxy.processes.shared.process_sheet import BREAKER_CHANGES, WAITING, ProcessSheet
 from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from tests.proxy.core.making import spec
@@ -64,7 +64,7 @@ def test_requests_are_urgent_where_slots_are_scarce(
     assert [process.write(requests) for requests in (1, 2)] == reports
 
 
-@pytest.mark.parametrize("word", [BREAKS, WAITING])
+@pytest.mark.parametrize("word", [BREAKER_CHANGES, WAITING])
 def test_breakers_and_waiting_requests_are_urgent(process: Process, word: int) -> None:
     assert process.write(0) == 0
     process.sheet.write_count(word, 1)

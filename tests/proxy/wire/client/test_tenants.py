@@ -385,10 +385,10 @@ class OtherHosts:
         self.decide: Decided | None = None
         self.dropped = False
 
-    def take(self, tokens: int) -> bool:  # noqa: ARG002
+    def take_from_advance(self, tokens: int) -> bool:  # noqa: ARG002
         return False
 
-    def ask(self, tokens: int, done: Decided) -> OtherHosts:  # noqa: ARG002
+    def request_decision(self, tokens: int, done: Decided) -> OtherHosts:  # noqa: ARG002
         self.decide = done
         return self
 
@@ -409,7 +409,7 @@ async def test_request_waits_for_the_decision_of_all_hosts(
 ) -> None:
     hosts = OtherHosts()
     guarded.set_tenants(TenantSpec("a", limits=Limits(requests_per_minute=9)), a=KEY)
-    guarded.tenant().ledger.remote = hosts
+    guarded.tenant().ledger.remote_limits = hosts
     client = await guarded.send(chat("hi", bearer()))
     await eventually(lambda: hosts.decide is not None)
     assert guarded.served() == []

@@ -27,7 +27,7 @@ def writer_for(
     explain: bool = False,
     cached: int | None = None,
     handover: bool = False,
-    whether: str = "",
+    verdict: str = "",
 ) -> ResponseWriter:
     """Return a writer for a worker's response with this head."""
     reader = ResponseParser()
@@ -36,7 +36,7 @@ def writer_for(
     request_head = RequestHead()
     request_head.http_1_0, request_head.explain, request_head.id = http_1_0, explain, b"id-1"
     worker = Fleet().roster.add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
-    decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),), whether=whether)
+    decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),), verdict=verdict)
     if handover:
         prefill = Fleet().roster.add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
         decision.handover = HandoverDecision(prefill, 0, 9, 0.1, 0.1)
@@ -128,7 +128,7 @@ def test_usage_is_read_from_the_end_of_json() -> None:
     [
         ({}, b""),
         ({"handover": True}, b"prefill=p0; "),
-        ({"whether": "not_worth_it"}, b"handover=not_worth_it; "),
+        ({"verdict": "not_worth_it"}, b"handover=not_worth_it; "),
     ],
 )
 def test_explain_writes_the_route_header(decision: dict[str, Any], middle: bytes) -> None:

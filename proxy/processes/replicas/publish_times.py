@@ -1,4 +1,4 @@
-"""Return the wait until the next publishing time, a multiple of 20 ms of the wall clock.
+"""The times at which hosts publish their changes: multiples of 20 ms of the wall clock.
 
 Small changes wait for a multiple of 100 ms. All hosts use the same times, so each wakes once for
 all messages.
@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable
 
 PUBLISH_INTERVAL_S, SMALL_INTERVAL_S = 0.02, 0.1
-MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written before
+MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written earlier by the lead
 
 
-def until_publish(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN_PAUSE_S) -> float:
+def until_publish_s(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN_PAUSE_S) -> float:
     left = interval_s - time.time() % interval_s
     return left if left > pause_s else left + interval_s
 
 
-def until_flush(interval_s: float = PUBLISH_INTERVAL_S) -> float:
+def until_flush_s(interval_s: float = PUBLISH_INTERVAL_S) -> float:
     return interval_s - (time.time() + FLUSH_LEAD_S) % interval_s
 
 
@@ -32,11 +32,11 @@ class FlushTimer:
 
     def start(self, flush: Callable[[], None]) -> None:
         """Call `flush` once, earlier if there are urgent changes."""
-        self._small_at = time.time() + until_flush(SMALL_INTERVAL_S) - FLUSH_LEAD_S
+        self._small_at = time.time() + until_flush_s(SMALL_INTERVAL_S) - FLUSH_LEAD_S
         self._wait(flush)
 
     def _wait(self, flush: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(until_flush(), self._check, flush)
+        asyncio.get_running_loop().call_later(until_flush_s(), self._check, flush)
 
     def _check(self, flush: Callable[[], None]) -> None:
         if time.time() >= self._small_at or self._has_urgent():
@@ -65,13 +65,13 @@ class PublishTimes:
         """
         if urgent:
             self._is_woken = False
-            await asyncio.sleep(until_publish())
+            await asyncio.sleep(until_publish_s())
             return False
         if not self._is_woken:
             loop = asyncio.get_running_loop()
             ends = self._wait_ends = loop.create_future()
             # Unlike `asyncio.timeout`, this raises nothing.
-            timer = loop.call_later(until_publish(SMALL_INTERVAL_S), _end, ends)
+            timer = loop.call_later(until_publish_s(SMALL_INTERVAL_S), _end, ends)
             try:
                 await ends
             finally:
@@ -80,7 +80,7 @@ class PublishTimes:
         if not self._is_woken:
             return True
         self._is_woken = False
-        if (left_s := until_publish(pause_s=0.0)) > FLUSH_LEAD_S:
+        if (left_s := until_publish_s(pause_s=0.0)) > FLUSH_LEAD_S:
             await asyncio.sleep(left_s)
         return False
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
-from proxy.core.queue.request_fifo import Entry, RequestFifo
+from proxy.core.queue.request_fifo import FIFO, NEED, Entry, RequestFifo
 
 MAX_SEGMENT_ENTRIES, MIN_SEGMENT_ENTRIES = 64, 8  # entries of a segment
 
 
 class Segment:
-    __slots__ = ("entries", "least")
+    __slots__ = ("entries", "least_need")
 
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
-        self.least = min(entry[4] for entry in entries)
+        self.least_need = min(entry[NEED] for entry in entries)
 
 
-class SortedBuckets:
+class SortedFifos:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 
     def first(self) -> RequestFifo:
-        return self._segments[0].entries[0][5]
+        return self._segments[0].entries[0][FIFO]
 
     def below(self, most: Callable[[], int]) -> Iterator[Entry]:
         """Yield the entries that need less than `most()`, which may fall between entries.
@@ -36,10 +36,10 @@ class SortedBuckets:
         """
         bound = most()
         for segment in self._segments:
-            if segment.least >= bound:
+            if segment.least_need >= bound:
                 continue
             for entry in segment.entries:
-                if entry[4] < bound:
+                if entry[NEED] < bound:
                     yield entry
                     bound = most()
 
@@ -51,7 +51,7 @@ class SortedBuckets:
         at = min(self._find(entry), len(segments) - 1)
         segment = segments[at]
         insort(segment.entries, entry)
-        segment.least = min(segment.least, entry[4])
+        segment.least_need = min(segment.least_need, entry[NEED])
         if len(segment.entries) > MAX_SEGMENT_ENTRIES:
             half = len(segment.entries) // 2
             entries = segment.entries
@@ -63,8 +63,8 @@ class SortedBuckets:
         entries = segments[at].entries
         del entries[bisect_left(entries, entry)]
         if len(entries) >= MIN_SEGMENT_ENTRIES or (len(segments) == 1 and entries):
-            if entry[4] == segments[at].least:
-                segments[at].least = min(other[4] for other in entries)
+            if entry[NEED] == segments[at].least_need:
+                segments[at].least_need = min(other[NEED] for other in entries)
             return
         del segments[at]
         for other in entries:  # too few for a segment

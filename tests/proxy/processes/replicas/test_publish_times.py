@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from proxy.processes.replicas import ticks
-from proxy.processes.replicas.ticks import (
+from proxy.processes.replicas import publish_times
+from proxy.processes.replicas.publish_times import (
     FLUSH_LEAD_S,
     PUBLISH_INTERVAL_S,
     SMALL_INTERVAL_S,
     FlushTimer,
     PublishTimes,
-    until_flush,
-    until_publish,
+    until_flush_s,
+    until_publish_s,
 )
 from tests.proxy.processes.router_group import DEADLINE_S
 
@@ -32,10 +32,10 @@ from tests.proxy.processes.router_group import DEADLINE_S
 def test_hosts_publish_at_the_same_moments(
     monkeypatch: pytest.MonkeyPatch, past: float, publish: float, flush: float, small: float
 ) -> None:
-    monkeypatch.setattr(ticks.time, "time", lambda: 1_000_000 * SMALL_INTERVAL_S + past)
-    assert until_publish() == pytest.approx(publish, abs=1e-6)
-    assert until_publish(SMALL_INTERVAL_S) == pytest.approx(small, abs=1e-6)
-    assert until_flush() == pytest.approx(flush, abs=1e-6)
+    monkeypatch.setattr(publish_times.time, "time", lambda: 1_000_000 * SMALL_INTERVAL_S + past)
+    assert until_publish_s() == pytest.approx(publish, abs=1e-6)
+    assert until_publish_s(SMALL_INTERVAL_S) == pytest.approx(small, abs=1e-6)
+    assert until_flush_s() == pytest.approx(flush, abs=1e-6)
     assert 0 < FLUSH_LEAD_S < PUBLISH_INTERVAL_S
 
 
@@ -54,7 +54,7 @@ async def test_small_changes_are_written_in_time_and_urgent_ones_before(
     flushed = asyncio.Event()
     FlushTimer(lambda: False).start(flushed.set)
     await asyncio.wait_for(flushed.wait(), DEADLINE_S)
-    monkeypatch.setattr(ticks, "SMALL_INTERVAL_S", 1e9)
+    monkeypatch.setattr(publish_times, "SMALL_INTERVAL_S", 1e9)
     looked, urgent = asyncio.Event(), asyncio.Event()
     flushed.clear()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.core.queue.request_fifo import Entry, RequestFifo
-from proxy.core.queue.sorted_buckets import MAX_SEGMENT_ENTRIES, SortedBuckets
+from proxy.core.queue.sorted_fifos import MAX_SEGMENT_ENTRIES, SortedFifos
 from proxy.core.tenants.tenants import Rank
 
 NUMBERS = count()
@@ -21,8 +21,8 @@ def entry(standing: float, least: int = 100, since: float = 0.0) -> Entry:
     return standing, 0.0, since, number, least, line
 
 
-def segments(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
-    return ((segment.entries, segment.least) for segment in order._segments)
+def segments(order: SortedFifos) -> Iterator[tuple[list[Entry], int]]:
+    return ((segment.entries, segment.least_need) for segment in order._segments)
 
 
 @given(
@@ -31,7 +31,7 @@ def segments(order: SortedBuckets) -> Iterator[tuple[list[Entry], int]]:
 )
 @settings(deadline=None)
 def test_order_equals_a_sorted_list(steps: list[tuple[int, int, bool]], limit: int) -> None:
-    order, plain = SortedBuckets(), list[Entry]()
+    order, plain = SortedFifos(), list[Entry]()
     for standing, least, goes in steps:
         if goes and plain:
             gone = plain.pop(standing * least % len(plain))
@@ -51,7 +51,7 @@ def test_order_equals_a_sorted_list(steps: list[tuple[int, int, bool]], limit: i
 
 
 def test_small_entry_is_found_without_a_full_scan() -> None:
-    order = SortedBuckets()
+    order = SortedFifos()
     entries = [entry(float(number), 1000) for number in range(5000)]
     small = entry(4000.5, 10)
     for item in (*entries, small):
@@ -69,7 +69,7 @@ def test_small_entry_is_found_without_a_full_scan() -> None:
 
 def test_remaining_entries_are_merged_into_few_segments() -> None:
     """Otherwise a scan would visit one segment per entry in the end."""
-    order = SortedBuckets()
+    order = SortedFifos()
     entries = [entry(float(number)) for number in range(3000)]
     for item in entries:
         order.put(item)

@@ -10,7 +10,7 @@ MIN_REQUESTS = 2  # in a moment; fewer are asked for one by one
 GROWTH = 2
 
 
-class Advance:
+class LimitAdvance:
     """A tenant's advance in one process."""
 
     __slots__ = ("_came", "_since", "_usual", "requests", "tokens")
