@@ -32,6 +32,7 @@ from proxy.metrics.handovers import FallbackLog
 from proxy.metrics.recent import RecentRequest, RecentRequests, RequestFilter
 from proxy.metrics.registry import Metrics
 from proxy.net.tls import ServedContext, check_tls, to_worker
+from proxy.setup.memory import return_freed_memory
 from proxy.setup.restart_only import as_started, restart_only_changes
 from proxy.setup.secrets import SecretKeys
 from proxy.setup.settings import router_settings, specs, wire_settings, worker_spec
@@ -161,9 +162,11 @@ class App:
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen for clients, on the given sockets if any."""
         snapshots = self._minute.run(self.wire.clock)
+        memory = return_freed_memory(lambda: self.wire.large_bodies.added)
         self._tasks += [
             asyncio.create_task(snapshots, name="the last minute"),
             asyncio.create_task(self.journals.run(), name="journals"),
+            asyncio.create_task(memory, name="freed memory"),
         ]
         if self.started_with.transfer is not None:  # each process counts its own requests
             fallbacks = FallbackLog(self.router).log_new

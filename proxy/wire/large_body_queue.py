@@ -42,11 +42,13 @@ class LargeBodyReader:
 
 class LargeBodyQueue:
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.added = 0
         self._clock = clock
         self._readers: deque[LargeBodyReader] = deque()
 
     def add(self, body: bytes, done: Done, fail: Fail) -> LargeBodyReader:
         """Read a body in later turns, then call `done`, or `fail` after an exception."""
+        self.added += 1
         reader = LargeBodyReader(body, done, fail, self._clock)
         self._readers.append(reader)
         if len(self._readers) == 1:

@@ -7,6 +7,27 @@ import sys
 
 import pytest
 
+RETURNED = """
+import asyncio
+from pathlib import Path
+from proxy.setup.memory import keep_freed_memory, return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+async def main():
+    bodies = 0
+    returning = asyncio.create_task(return_freed_memory(lambda: bodies, idle_s=0.01))
+    await asyncio.sleep(0)
+    before, body = resident(), b"x" * 48_000_000
+    bodies, body = 1, None
+    kept = resident() - before
+    await asyncio.sleep(0.1)
+    print(kept, resident() - before)
+
+keep_freed_memory()
+asyncio.run(main())
+"""
 FAULTS = """
 import resource
 from proxy.setup.memory import keep_freed_memory
@@ -23,7 +44,9 @@ print(faults() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+
+
 def test_memory_of_large_bodies_is_reused() -> None:
     def faults(first: str) -> int:
         script = FAULTS.format(first=first)
@@ -31,3 +54,10 @@ def test_memory_of_large_bodies_is_reused() -> None:
 
     assert faults("") > 1000  # pages are mapped anew for each body
     assert faults("keep_freed_memory()") < 100
+
+
+def test_freed_memory_is_returned_without_large_bodies() -> None:
+    printed = subprocess.check_output([sys.executable, "-c", RETURNED], text=True)
+    kept, left = map(int, printed.split())
+    assert kept > 40_000_000
+    assert left < 5_000_000
