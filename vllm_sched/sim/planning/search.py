@@ -260,9 +260,9 @@ class FleetSearch:
         behind: list[list[ServedRate]] = []
         with self.progress.part(0.5, 0.9):
             for found in self.progress.each(promising):
-                linear_near = max(_most(judged) * (1 - SAME), floor)
-                may_reach = _most(found) * MAX_ROUGH_RATIO >= linear_near
-                reached = self._judge_family(found, linear_near)[:1] if may_reach else []
+                near = max(_most(judged) * (1 - SAME), floor)
+                may_reach = _most(found) * MAX_ROUGH_RATIO >= near
+                reached = self._judge_family(found, near)[:1] if may_reach else []
                 judged += reached
                 if not reached:
                     behind.append(found)
