@@ -292,7 +292,9 @@ class Router:
         """Return whether a request would be retried if the current leg failed."""
         leg = lease.running_leg
         is_prefill = leg is not lease  # needs no budget: see `submit_again`
-        attempts = replace(attempts, tried=attempts.tried | {leg.worker})
+        attempts = replace(
+            attempts, tried=attempts.tried | {leg.worker}, failures=attempts.failures + 1
+        )
         if not is_prefill and attempts.failures >= self.settings.max_attempts:
             return False
         if not candidates.may_take(self._roster, lease.info, now, attempts):

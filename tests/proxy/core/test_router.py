@@ -495,3 +495,7 @@ def test_request_may_be_retried_if_another_worker_may_take_it_now_or_once_free(
     tried = workers_named(router, left.name) if other == "failed it too" else frozenset()
     assert router.may_retry(lease, 0.1, Attempts(tried)) is may
     assert not router.may_retry(lease, 0.1, Attempts(failures=9))
+    # The attempt that would fail is the last one.
+    earlier = router.settings.max_attempts - 1
+    assert not router.may_retry(lease, 0.1, Attempts(tried, failures=earlier))
+    assert router.may_retry(lease, 0.1, Attempts(tried, failures=earlier - 1)) is may
