@@ -96,6 +96,7 @@ class RequestInfo:
     generates: bool = True  # whether it decodes
     stream: bool = False
     asks_usage: bool = False  # its client may expect usage in the stream
+    in_background: bool = False  # its client may cancel the response by its id
     samples: int = 1  # prompts times `n`
     counted: bool = False
     sure_prompt: int = -1  # `min_prompt_size`; -1: by `prompt_error`

@@ -38,6 +38,7 @@ from proxy.core.request.kv_transfer_fields import (
 )
 
 PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request_id"
+BACKGROUND = "background"
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
 PREVIOUS = "previous_response_id"
 ONCE = (PREVIOUS, SALT)

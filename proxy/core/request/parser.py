@@ -16,6 +16,7 @@ from proxy.core.model.route_table import PromptFields, Route
 from proxy.core.model.types import ReceivedRequest, RequestInfo
 from proxy.core.request.client_fields import (
     ARGUMENTS,
+    BACKGROUND,
     ID,
     INTERVAL,
     OPTIONS,
@@ -96,6 +97,7 @@ class RequestParser:
         info.deadline, info.explain = request.deadline, request.explain
         info.takes_arguments = route.takes_arguments and ARGUMENTS not in fields
         info.asks_usage = info.stream and (not route.usage_by_option or has_usage_option(fields))
+        info.in_background = BACKGROUND in fields
         if request.batch:
             info.rank = BATCH
         elif tenant is not None:

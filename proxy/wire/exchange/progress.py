@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from proxy.http.sse import EventStream
     from proxy.wire.exchange.owner import AttemptOwner
 
-BACKGROUND = b'"background"'  # its client may cancel the response by its id
 BAD_REQUEST, BAD_GATEWAY = 400, 502
 
 
@@ -86,7 +85,8 @@ def fast_path(
 
 def opens_early(exchange: AttemptOwner) -> bool:
     """Return whether a stream begins before its output, and no client needs its id until then."""
-    return exchange.route.stores and BACKGROUND not in exchange.request.body
+    info = exchange.info
+    return exchange.route.stores and info is not None and not info.in_background
 
 
 def may_pass_at_once(exchange: AttemptOwner, head: ResponseHead) -> bool:
