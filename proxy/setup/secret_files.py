@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.errors import ConfigError, Problem
-from proxy.text_files import UnreadableFileError, read_text
+from proxy.text_files import UnreadableFileError, read_bytes, read_text
 
 if TYPE_CHECKING:
     from proxy.config import PartialConfig, RouterConfig
@@ -65,10 +65,9 @@ def journal_key(router: RouterConfig) -> bytes | Problem | None:
     if (file := router.journal.key_file) is None:
         return None
     try:
-        key = file.read_bytes().strip()  # as the engine does
-    except OSError as error:
-        why = f"{str(file)!r}: can't be read: {error.strerror}; check the path and its permissions"
-        return Problem(where, why)
+        key = read_bytes(file).strip()  # as the engine does
+    except UnreadableFileError as error:
+        return Problem(where, f"{str(file)!r}: {error}")
     if len(key) < MIN_JOURNAL_KEY_BYTES:
         why = f"{str(file)!r}: has {len(key)} bytes; a key has {MIN_JOURNAL_KEY_BYTES} or more; "
         return Problem(where, why + "`openssl rand -hex 32` makes one")
