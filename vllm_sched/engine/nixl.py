@@ -58,7 +58,7 @@ def limit_polling(bindings: Any, pause_us: int = POLL_PAUSE_US) -> Iterator[None
 
 @contextmanager
 def with_cpu_settings() -> Iterator[None]:
-    """Apply both, as far as the installed NIXL supports it."""
+    """Apply the settings that the installed NIXL supports."""
     bindings = importlib.import_module("nixl._api").nixlBind
     if not hasattr(getattr(bindings, "nixlAgentConfig", None), "pthrDelay"):
         logger.warning(

@@ -69,9 +69,9 @@ def draw_chart(chart: Chart, path: Path) -> None:
             plain_log(axes.yaxis)
         elif chart.from_zero:
             axes.set_ylim(bottom=0)
-        *others, last = sorted(chart.marks) or [(0.0, "")]
-        for row, (at, text) in enumerate(others):
-            limit(axes, at, text, upright=True, row=row, left=True)  # crosses no other line
         if chart.marks:
+            *others, last = sorted(chart.marks)
+            for row, (at, text) in enumerate(others):
+                limit(axes, at, text, upright=True, row=row, left=True)  # crosses no other line
             limit(axes, *last, upright=True)
         legend(axes, len(chart.series))

@@ -85,7 +85,7 @@ class CapacitySearch:
     ) -> CapacityVerdict | None:
         """Return the highest rate, searched from `start`; None if below `least`.
 
-        `draws`: only by this many draws, those that failed last.
+        `draws`: only by this many draws, the last to fail.
         """
         bottom, top = _rate_step(max(least, MIN_RATE)), _rate_step(min(most, MAX_RATE))
         while rate_at(top) > most:
