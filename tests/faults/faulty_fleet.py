@@ -83,20 +83,6 @@ async def never_ending(call: Call) -> None:
     await call.lost.wait()
 
 
-async def listen_again(fake: FakeWorker) -> None:
-    """Listen again; another connection may use the port for a while."""
-    await fake.refuse()
-    for attempts_left in range(200, -1, -1):
-        try:
-            await fake.listen()
-        except OSError:
-            if not attempts_left:
-                raise
-            await asyncio.sleep(0.05)
-        else:
-            return
-
-
 class FaultyKv(Kv):
     """The KV accounts, and the current share of failing requests."""
 
@@ -258,22 +244,18 @@ class FaultyFleet:
         with self._healthy_worker() as fake:
             await fake.die()
             await asyncio.sleep(seconds)
-            await listen_again(fake)
+            await fake.listen()
 
     async def _refuse(self, seconds: float) -> None:
         with self._healthy_worker() as fake:
             await fake.refuse()
             await asyncio.sleep(seconds)
-            await listen_again(fake)
+            await fake.listen()
 
     async def _hang(self, seconds: float) -> None:
         with self._healthy_worker() as fake:
             await fake.refuse()
-            try:
-                await fake.hang()
-            except OSError:  # another socket took the port
-                await listen_again(fake)
-                return
+            await fake.hang()
             await asyncio.sleep(seconds)
             await fake.wake()
 

@@ -28,7 +28,7 @@ def test_saved_calibration_predicts_the_workers_steps(
         meter.max_model_len = CONTEXT  # limits the duration
 
     monkeypatch.setattr(step_times.StepMeter, "read_model", meet_one_of_short_context)
-    monkeypatch.setattr(step_times, "LONE_REPEATS", 3)
+    monkeypatch.setattr(step_times, "LONE_REPEATS", 1)
     cost = tmp_path / "cost.json"
     arguments = ["--url", workers["default"].url, "--budget", str(BUDGET), "--max-batch", "2"]
     assert main(["calibrate", *arguments, "--save", str(cost)]) == 0

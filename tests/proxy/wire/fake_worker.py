@@ -299,6 +299,7 @@ class FakeWorker:
         self.slow_wire: SlowWire | None = None
         self.port = 0
         self.tls: ssl.SSLContext | None = None  # set before it listens
+        self._held_port: socket.socket | None = None
         self._waiting: set[asyncio.Event] = set()
         self._server: asyncio.Server | None = None
         self._hanging: list[socket.socket] = []
@@ -355,11 +356,24 @@ class FakeWorker:
 
     async def listen(self, *, backlog: int = 1000) -> None:
         """Accept connections, on the previous port if there was one."""
+        self._hold_port()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), "127.0.0.1", self.port, backlog=backlog, ssl=self.tls
+            lambda: Connection(self),
+            "127.0.0.1",
+            self.port,
+            backlog=backlog,
+            ssl=self.tls,
+            reuse_port=True,
         )
-        self.port = self._server.sockets[0].getsockname()[1]
+
+    def _hold_port(self) -> None:
+        """Bind a socket that never listens: no other process gets the port during `refuse`."""
+        if self._held_port is None:
+            self._held_port = socket.socket()
+            self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._held_port.bind(("127.0.0.1", self.port))
+            self.port = self._held_port.getsockname()[1]
 
     async def hang(self) -> None:
         """Let new connections hang: they are neither accepted nor refused.
@@ -367,7 +381,7 @@ class FakeWorker:
         The kernel accepts connections until the socket's queue is full, so the queue is filled.
         """
         await self.refuse()
-        server = socket.create_server(("127.0.0.1", self.port), backlog=0)
+        server = socket.create_server(("127.0.0.1", self.port), backlog=0, reuse_port=True)
         self._hanging = [server]
         loop = asyncio.get_running_loop()
         hangs = False
@@ -411,6 +425,9 @@ class FakeWorker:
 
     async def stop(self) -> None:
         await self.refuse()
+        if self._held_port is not None:
+            self._held_port.close()
+            self._held_port = None
         for connection in self.connections:
             await connection.end()
 

@@ -6,6 +6,7 @@
 - prefill alone: prompts arrive while another prompt, the plug, is prefilled. They share the next
   step, which lasts from the plug's token to theirs.
 - whole prompts, one at a time, from request to first token: the time outside the steps (the front).
+  Their rounds alternate with the steps, so that other load on the machine is in both.
 
 Each point is a median, because a late token makes one gap longer and the next one shorter. Timed
 prompts are random, so that none of their prefixes is cached.
@@ -35,8 +36,8 @@ CHUNK_TRIES: Final = 3
 LONG_PROMPT_TOKENS: Final = 4096
 # A prompt's last part below this is mostly attention time.
 MIN_PART_TOKENS: Final = 16
-# Repeats of whole prompts, and idle time before each.
-LONE_REPEATS, IDLE_S = 15, 0.15
+# Repeats of whole prompts in each round, and idle time before each.
+LONE_REPEATS, IDLE_S = 3, 0.15
 # A step without a chunk takes at most this share of a step with a chunk.
 MAX_SHORT_STEP_RATIO: Final = 0.7
 # Most steps of a stream between two prompts.
@@ -114,26 +115,31 @@ class StepMeter(TokenApi):
         # The longest prompt next to one stream, a quarter next to many. This comes first, because
         # it shows whether steps have another budget.
         found: list[TimedStep] = []
+        lone: dict[int, list[float]] = {tokens: [] for tokens in self._prompt_lengths(plan)}
         for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
             tell(f"both: a long prompt next to {batch} decoding")
             found += await self._measure_chunks(batch, plan, part)
+        await self._measure_alone(lone, tell)
         for batch in plan.batches:
             for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
                 found += await self._measure_decode(batch, context, plan.budget)
+        await self._measure_alone(lone, tell)
         for count in BATCH_PROMPTS:
             for tokens in plan.prompts:
                 if count * tokens <= plan.prompts[-1]:
                     tell(f"prefill alone: {count} of {tokens} tokens")
                     found += await self._measure_prefill(count, tokens, plan.prompts[-1])
+        await self._measure_alone(lone, tell)
         for batch in plan.batches:
             tell(f"both: prompts next to {batch} decoding")
             found += await self._measure_mixed(batch, plan)
+        await self._measure_alone(lone, tell)
         tell("both: the ends of long prompts next to 1 decoding")
         found += await self._measure_ends(plan)
-        tell("whole prompts")
+        await self._measure_alone(lone, tell)
         return MeasuredSteps(
-            found, [await self._measure_alone(tokens) for tokens in self._prompt_lengths(plan)]
+            found, [LonePrompt(tokens, statistics.median(times)) for tokens, times in lone.items()]
         )
 
     # One kind of step each
@@ -302,13 +308,17 @@ class StepMeter(TokenApi):
         longs = [each for each in (most // 4, most) if each > plan.budget]
         return [*plan.prompts[::3], *longs]
 
-    async def _measure_alone(self, tokens: int) -> LonePrompt:
-        times = []
-        for _ in range(LONG_REPEATS if tokens > LONG_PROMPT_TOKENS else LONE_REPEATS):
-            await asyncio.sleep(IDLE_S)  # a worker is faster directly after a prompt
-            began = time.perf_counter()
-            times.append((await self.stream(self.prompt(tokens), 1)).ticks[0] - began)
-        return LonePrompt(tokens, statistics.median(times))
+    async def _measure_alone(
+        self, times: dict[int, list[float]], tell: Callable[[str], None]
+    ) -> None:
+        """Add one round of whole prompts of each length."""
+        tell("whole prompts")
+        for tokens, seconds in times.items():
+            for _ in range(1 if tokens > LONG_PROMPT_TOKENS else LONE_REPEATS):
+                await asyncio.sleep(IDLE_S)  # a worker is faster directly after a prompt
+                began = time.perf_counter()
+                token = await self.stream(self.prompt(tokens), 1)
+                seconds.append(token.ticks[0] - began)
 
 
 def _shows_chunks(before: Sequence[SeenStep], chunks: Iterable[Sequence[SeenStep]]) -> bool:
