@@ -1,7 +1,8 @@
 """Real vLLM workers that live for the whole session, because a start takes most of a minute.
 
-Two are connected by NIXL and serve most tests. A third may be killed, and two more push their KV
-caches. A test starts its own worker only if none of these will do.
+Two are connected by NIXL and serve most tests, and a third may be killed. Tests with the mark
+`engine("pushing")` use others, in another process: two that push their KV caches, and one that
+stores them. A test starts its own worker only if none of these will do.
 """
 
 from __future__ import annotations
@@ -55,7 +56,14 @@ SETS: dict[str, Policies] = {
     },
     "whole": {"static_batching": {"size": 4}, "prefill_first": {}},
 }  # fmt: skip
-PREFILL, DECODE, THIRD = "prefill-0", "decode-0", "third"
+PREFILL, DECODE, THIRD, STORING = "prefill-0", "decode-0", "third", "stores"
+# A prompt is one chunk, and only the files are a cache, so one worker can serve both legs.
+STORING_ARGS = (
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=4096",
+    "--num-gpu-blocks-override=160",
+    "--no-enable-prefix-caching",
+)
 
 
 @pytest.fixture(scope="session")
@@ -209,8 +217,36 @@ def pushing_fleet(compiled: CompilerCache) -> FleetConfig:
 
 
 @pytest.fixture(scope="session")
+def storing_fleet(tmp_path_factory: pytest.TempPathFactory) -> FleetConfig:
+    """Return one worker with vLLM's scheduler that stores KV caches in files."""
+    folder = tmp_path_factory.mktemp("kv")
+    transfer = TransferConfig(connector="shared-storage", path=str(folder))
+    launch = LaunchConfig(model="tiny", args=STORING_ARGS, env={**ENV, **ALONE})
+    one = WorkerConfig(name=STORING, role="prefill", launch=launch)
+    return assign_ports(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
+
+
+@pytest.fixture(scope="session")
+def storing_or_loading(
+    storing_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Worker]:
+    """Start the worker; it is not ready yet."""
+    with starting(storing_fleet, tmp_path_factory.mktemp(STORING)) as workers:
+        yield workers[STORING]
+
+
+@pytest.fixture(scope="session")
+def storing(storing_or_loading: Worker) -> Worker:
+    storing_or_loading.wait_ready()
+    return storing_or_loading
+
+
+@pytest.fixture(scope="session")
 def pushing(
-    pushing_fleet: FleetConfig, compiled: CompilerCache, tmp_path_factory: pytest.TempPathFactory
+    pushing_fleet: FleetConfig,
+    storing_or_loading: Worker,  # all three load at the same time  # noqa: ARG001
+    compiled: CompilerCache,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Worker]]:
     with started(pushing_fleet, tmp_path_factory.mktemp("pushing")) as workers:
         compiled.at_start = compiled.files()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
-from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, starting
+from proxy.config import FleetConfig
+from tests.fleet.conftest import DECODE, PREFILL
 from tests.fleet.relay import relaying
 from tests.fleet.test_handover import (
     ABOVE,
@@ -22,71 +22,56 @@ from tests.fleet.test_handover import (
     wait_freed,
 )
 from tests.fleet.test_handover_kinds import TEXT
-from tests.fleet.test_router import Router, Workers, routing
+from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import client_of, complete, gauges, prompt, settled
-from vllm_sched.cli.fleet.up import assign_ports
 from vllm_sched.workers.launch import Worker
 
-# A prompt is one chunk, and only the files are a cache, so one worker can serve both legs.
-STORING = (
-    "--max-model-len=4096",
-    "--max-num-batched-tokens=4096",
-    "--num-gpu-blocks-override=160",
-    "--no-enable-prefix-caching",
-)
+pytestmark = pytest.mark.engine("pushing")
+
 FETCHED = "external_prefix_cache_hits_total"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two workers, or one in both roles, and their router."""
+    """Two workers, or one in both roles, with their router, and a worker beside them."""
 
     router: Router
     ends: Ends
-
-
-@pytest.fixture(scope="module")
-def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, TransferConfig]]:
-    """Start a worker that stores KV caches in files; it is not ready yet."""
-    folder = tmp_path_factory.mktemp("storing")
-    transfer = TransferConfig(connector="shared-storage", path=str(folder / "kv"))
-    launch = LaunchConfig(model="tiny", args=STORING, env={**ENV, **ALONE})
-    one = WorkerConfig(name="stores", role="prefill", launch=launch)
-    fleet = assign_ports(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
-    with starting(fleet, folder) as workers:
-        yield workers["stores"], transfer
+    alone: Worker
 
 
 @pytest.fixture(scope="module")
 def pushes(
-    storing: object,  # all three load at the same time  # noqa: ARG001
     pushing: Ends,
     pushing_fleet: FleetConfig,
+    storing: Worker,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Run a router with two workers, of which one pushes to the other."""
     transfer = {"connector": "nixl", "mode": "push"}
     folder = tmp_path_factory.mktemp("pushes")
     with handing_over(folder, listed(pushing_fleet), transfer=transfer) as router:
-        yield Pair(router, pushing)
+        yield Pair(router, pushing, storing)
 
 
 @pytest.fixture(scope="module")
 def stores(
-    storing: tuple[Worker, TransferConfig], tmp_path_factory: pytest.TempPathFactory
+    storing: Worker,
+    storing_fleet: FleetConfig,
+    pushing: Ends,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Run a router with one worker in both roles."""
-    worker, transfer = storing
-    worker.wait_ready()
-    with relaying(worker.url) as relay:
+    with relaying(storing.url) as relay:
         entries = [
-            {"name": PREFILL, "role": "prefill", "url": worker.url},
+            {"name": PREFILL, "role": "prefill", "url": storing.url},
             {"name": DECODE, "role": "decode", "url": relay.url},
         ]
-        rules, block = {"disaggregate_above": ABOVE}, transfer.model_dump(exclude_unset=True)
+        rules = {"disaggregate_above": ABOVE}
+        block = storing_fleet.transfer.model_dump(exclude_unset=True)
         folder = tmp_path_factory.mktemp("stores")
         with routing(folder, entries, rules, transfer=block) as router:
-            yield Pair(router, {PREFILL: worker, DECODE: worker})
+            yield Pair(router, {PREFILL: storing, DECODE: storing}, pushing[PREFILL])
 
 
 @pytest.fixture(params=["pushes", "stores"])
@@ -95,12 +80,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return found
 
 
-@pytest.fixture
-def alone(workers: Workers) -> Worker:
-    return workers["default"]
-
-
-async def test_greedy_output_matches_one_worker(pair: Pair, alone: Worker) -> None:
+async def test_greedy_output_matches_one_worker(pair: Pair) -> None:
     sizes = [10, 300, 1500, 3000]
     prompts = [prompt(49_000 + size, size) for size in sizes]
     [before] = gauges(pair.ends[DECODE], FETCHED)
@@ -111,22 +91,22 @@ async def test_greedy_output_matches_one_worker(pair: Pair, alone: Worker) -> No
         whole = sum(size // 128 * 128 for size in sizes if size > ABOVE)
         assert gauges(pair.ends[DECODE], FETCHED) >= (before + whole,)
         warm = [await tokens(client, each) for each in prompts]
-    async with client_of(alone) as client:
+    async with client_of(pair.alone) as client:
         assert cold == warm == [await tokens(client, each) for each in prompts]
     await wait_freed(*pair.ends.values())
 
 
-async def test_concurrent_hand_overs_are_not_mixed_up(pair: Pair, alone: Worker) -> None:
+async def test_concurrent_hand_overs_are_not_mixed_up(pair: Pair) -> None:
     prompts = [prompt(49_100 + number, 300 + 97 * number) for number in range(6)]
     async with pair.router.client() as client:
         routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
     assert handed_over(pair.router, len(prompts)) == [True] * len(prompts)
-    async with client_of(alone) as client:
+    async with client_of(pair.alone) as client:
         assert routed == [await tokens(client, each) for each in prompts]
     await wait_freed(*pair.ends.values())
 
 
-async def test_responses_with_own_ids_are_handed_over(pair: Pair, alone: Worker) -> None:
+async def test_responses_with_own_ids_are_handed_over(pair: Pair) -> None:
     """The Responses API generates its own request id, on each worker a different one."""
     texts = [f"{number} {TEXT * 2}" for number in range(3)]
     async with pair.router.client() as client:
@@ -141,7 +121,7 @@ async def test_responses_with_own_ids_are_handed_over(pair: Pair, alone: Worker)
         assert named.id == "resp_mine"
         assert handed_over(pair.router) == [False]
     assert len({each.id for each in routed}) == len(texts)
-    async with client_of(alone) as client:
+    async with client_of(pair.alone) as client:
         expected = [await client.responses.create(**response(each)) for each in texts]
     assert [each.output_text for each in [*routed, named]] == [
         each.output_text for each in [*expected, expected[0]]

@@ -20,6 +20,8 @@ from tests.fleet.relay import Relay, relaying
 from tests.fleet.test_router import PORTS, Router, routing
 from tests.fleet.test_worker import Workers, client_of, page
 
+pytestmark = pytest.mark.engine("pushing")
+
 OUTPUT_TOKENS = 160
 STREAMS, DRAINED_STREAMS = 12, 6
 

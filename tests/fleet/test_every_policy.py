@@ -14,6 +14,8 @@ from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers.launch import Worker
 
+pytestmark = pytest.mark.engine("pushing")
+
 
 @pytest.fixture
 def sets(pushing: Workers) -> Workers:
@@ -55,9 +57,9 @@ def test_sets_contain_every_policy() -> None:
 
 @pytest.mark.parametrize("name", SETS)
 async def test_tokens_match_the_default_scheduler(
-    workers: Workers, sets: Workers, name: str
+    storing: Worker, sets: Workers, name: str
 ) -> None:
-    expected = await outputs(workers["default"])
+    expected = await outputs(storing)
     assert [len(tokens) for tokens in expected] == [output for _, _, output, _ in ARRIVALS]
     assert await outputs(sets[name]) == expected
     await settled(sets[name], running=0, waiting=0)

@@ -24,6 +24,8 @@ from tests.fleet.test_worker import (
 from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model
 
+pytestmark = pytest.mark.engine("pushing")
+
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 # Repetitive, so that drafts are found and accepted.
 DRAFTED = [11, 12, 13, 14] * 800
@@ -58,11 +60,11 @@ def post(worker: Worker, path: str) -> None:
 
 
 async def test_output_with_accepted_drafts_matches_plain_decoding(
-    featured: Worker, workers: dict[str, Worker]
+    featured: Worker, storing: Worker
 ) -> None:
     prompts = [DRAFTED, prompt(7001, 2500), prompt(7002, 60), DRAFTED[:90]]
     answers = []
-    for server in (featured, workers["default"]):
+    for server in (featured, storing):
         async with client_of(server) as client:
             done = await asyncio.gather(*(complete(client, p, 40) for p in prompts))
         answers.append([d.choices[0].token_ids for d in done])

@@ -20,6 +20,8 @@ from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import Workers, client_of, complete, prompt
 from vllm_sched.workers.launch import Worker
 
+pytestmark = pytest.mark.engine("pushing")
+
 BLOCK = 128  # tokens of an engine's block
 WORDS = (
     "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "every",
