@@ -123,6 +123,11 @@ class EventStream:
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
 
     @property
+    def has_types(self) -> bool:
+        """True if the type of an event shows that it is the last."""
+        return self.stream_format in LAST_EVENTS
+
+    @property
     def is_complete(self) -> bool:
         """True once the last event of the stream is complete."""
         passed, last = b"".join(self._last), LAST_EVENTS.get(self.stream_format)
