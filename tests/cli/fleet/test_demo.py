@@ -20,6 +20,7 @@ from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
 from vllm_sched.cli.fleet.up import assign_ports
+from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch, transfer
 
 ROOT = Path(__file__).parents[3]
@@ -103,6 +104,12 @@ def test_demo_routers_have_no_tenants_and_no_discovery(tmp_path: Path) -> None:
     played = load(file)
     assert (played.tenants, played.discovery) == ((), None)
     assert roles(played) == roles(config)
+
+
+def test_full_disk_is_reported_with_the_fleet_file_of_a_router(tmp_path: Path) -> None:
+    (tmp_path / "pools.yaml").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=f"^{tmp_path}/pools.yaml: No space left on device$"):
+        demo.router_of(load(FLEET), tmp_path, "pools")
 
 
 def roles(config: FleetConfig) -> list[str]:
