@@ -91,6 +91,20 @@ def test_both_routers_use_the_same_uncached_workers(
     assert worker.launch.cpus == (3,)
 
 
+@pytest.mark.parametrize("status", [1, 130])
+def test_hints_are_printed_only_after_a_success(
+    status: int, monkeypatch: pytest.MonkeyPatch, program: Program
+) -> None:
+    def failed(play: Any, _: Any) -> int:
+        handovers: list[str] = play.args[4]
+        handovers.append("prefill and decode: 3 prompts handed over")
+        return status
+
+    monkeypatch.setattr(demo.measuring, "run_measurement", failed)
+    printed = program("demo", FLEET, status=status).out
+    assert printed == "prefill and decode: 3 prompts handed over\n"
+
+
 def test_demo_routers_have_no_tenants_and_no_discovery(tmp_path: Path) -> None:
     hashed = f"sha256:{'0' * 64}"
     pools = [{"name": "others", "dns": "others.example"}]

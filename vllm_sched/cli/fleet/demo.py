@@ -72,7 +72,9 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
             _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), handovers
         )
         status = measuring.run_measurement(play, arguments)
-    print(*handovers, *watch_hints(arguments.fleet, config), sep="\n")
+    hints = [] if status else watch_hints(arguments.fleet, config)
+    for line in (*handovers, *hints):
+        print(line)
     return status
 
 
