@@ -17,8 +17,9 @@ from proxy.admin.reference import reference_page
 from proxy.config import parse
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import ROUTES
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Reason
+from proxy.core.model.types import Reason, ReceivedRequest, Refusal, RequestInfo
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup.app import App
 from tests.proxy.core.making import make_info, spec, worker_of
@@ -190,6 +191,21 @@ async def test_removed_worker_keeps_running_requests(app: App, api: httpx.AsyncC
     assert [w["name"] for w in (await api.get("/admin/workers")).json()] == ["l0"]
     assert app.fleet.release(lease)
     assert worker.requests == 0
+
+
+async def test_model_without_its_removed_workers_is_still_known(
+    app: App, api: httpx.AsyncClient
+) -> None:
+    """A worker may be replaced. A client would not repeat a request that gets 404."""
+    body = b'{"model": "tiny", "messages": []}'
+    for name in ("s0", "l0"):
+        assert (await api.delete(f"/admin/workers/{name}")).is_success
+    route = ROUTES["/v1/chat/completions"]
+    info = app.router.read(ReceivedRequest(route, body, b"application/json", "id"))
+    assert isinstance(info, RequestInfo)
+    refused = app.router.submit(info, NOW)
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (503, "no_worker")
 
 
 async def test_discovered_worker_is_not_removed(
