@@ -220,6 +220,22 @@ async def test_discovered_worker_is_not_removed(
     assert [w["name"] for w in (await api.get("/admin/workers")).json()] == ["s0"]
 
 
+async def test_changes_of_workers_are_logged_once(
+    api: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "proxy.admin.api")
+    for path in 2 * ["s0/drain"] + 2 * ["s0/undrain"]:
+        assert (await api.post(f"/admin/workers/{path}")).is_success
+    await api.delete("/admin/workers/s0")
+    await api.post("/admin/workers", json={"name": "g0", "url": "http://127.0.0.1:9003"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker s0 is drained by the admin API, and gets no new requests",
+        "worker s0 is not drained any more",
+        "worker s0 is removed by the admin API, until a reload or restart",
+        "worker g0 is added by the admin API",
+    ]
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
