@@ -155,7 +155,7 @@ class ResponseWriter:
             return False
         if route in ENDS_WITH_DONE:
             return not stream.has_done(body)
-        return stream.has_types and not stream.is_complete
+        return stream.lacks_typed_end
 
     @property
     def flowing(self) -> EventStream | None:

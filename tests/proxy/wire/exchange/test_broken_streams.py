@@ -199,6 +199,16 @@ async def test_unframed_typed_stream_without_its_last_event_gets_an_error_event(
     assert site.worker().breaker.has_no_failures == whole
 
 
+@pytest.mark.parametrize("number", [3, 6])
+async def test_unframed_typed_stream_with_an_error_event_passes_unchanged(
+    site: Site, number: int
+) -> None:
+    path, begin, _ = LAST_EVENTS[number]
+    events = begin + typed("error", error={"message": "no KV"})
+    site.fake.then(scripts.raw(UNFRAMED + events, end="close"))
+    assert (await site.ask(request(ANY_BODY, path=path))).body == events
+
+
 # What comes after the text of a response, before `response.completed`.
 RESPONSE_ENDS = [
     typed(f"response.{each}", sequence_number=number)
