@@ -6,6 +6,7 @@ in threads.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -43,6 +44,7 @@ from proxy.telemetry.logs import Logs
 from proxy.wire.exchange.moves import MovedRequests
 
 MAX_DECISIONS = 1000  # in one response
+logger = logging.getLogger(__name__)
 
 
 class AdminState(Protocol):
@@ -128,6 +130,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         """
         refuse_conflicts(worker, list(state.router.fleet.roster), state.config)
         state.add_worker(worker)
+        logger.info("worker %s is added by the admin API", worker.name)
         return shown_worker(find(worker.name), clock())
 
     @api.post("/{name}/drain", summary="Drain a worker: no new requests; requests in flight finish")
@@ -139,6 +142,8 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     ) -> Drained:
         """Drain a worker. With `now`, call again to see what remains."""
         worker = find(name)
+        if not worker.draining:
+            logger.info("worker %s is drained by the admin API, and gets no new requests", name)
         state.router.fleet.roster.drain(name)
         state.drained(name, True, now)
         moved, remaining = await state.move_requests(name) if now else (0, {})
@@ -148,6 +153,8 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     @api.post("/{name}/undrain", summary="End a worker's draining")
     async def undrain_worker(name: str) -> WorkerShown:
         worker = find(name)
+        if worker.draining:
+            logger.info("worker %s is not drained any more", name)
         state.router.fleet.roster.drain(name, draining=False)
         state.drained(name, False, False)
         return shown_worker(worker, clock())
@@ -162,6 +169,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         worker = find(name)
         requests = worker.requests + worker.pinned  # all processes; unknown after the removal
         state.remove_worker(name)
+        logger.info("worker %s is removed by the admin API, until a reload or restart", name)
         return Removed(name=name, requests=requests)
 
     return api

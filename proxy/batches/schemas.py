@@ -39,7 +39,7 @@ def batch_json(batch: Batch) -> Json:
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
-        "errors": {"object": "list", "data": batch.complaints} if batch.complaints else None,
+        "errors": {"object": "list", "data": batch.problems} if batch.problems else None,
         "input_file_id": batch.input,
         "completion_window": batch.window,
         "status": batch.status.value,

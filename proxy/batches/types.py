@@ -125,7 +125,7 @@ class Batch:
     created: float
     expires: float
     metadata: dict[str, str] | None = None
-    complaints: list[InputProblem] = field(default_factory=list)
+    problems: list[InputProblem] = field(default_factory=list)
     total: int = 0
     completed: int = 0
     failed: int = 0

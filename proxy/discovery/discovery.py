@@ -125,8 +125,9 @@ class Discovery:
             known.config, known.key = pool, keys[pool.name]
         self._sources = dict(known for _, known in taken)
         self._config = config
-        # Requests for a model of an empty pool get 503 instead of 404.
-        self._roster.expect(pool.model or config.model for pool, _ in taken)
+        # Requests for a model without workers, such as removed ones, get 503 instead of 404.
+        named = [pool.model for pool, _ in taken] + [worker.model for worker in config.workers]
+        self._roster.expect(model or config.model for model in named)
 
     def _find_source(
         self, discovery: DiscoveryConfig, pool: PoolConfig

@@ -44,6 +44,7 @@ LAST_EVENTS = {
     StreamFormat.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
     StreamFormat.COHERE: re.compile(rb'"type":"message-end"'),
 }
+TYPED_ERROR = re.compile(rb"(?:\A|\n)event: ?error\r?\n")
 DONE_EVENT = b"data: [DONE]\n\n"
 STOP_EVENT = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 FINISHED = re.compile(rb'"finish_reason" ?: ?"(?!abort")')
@@ -121,6 +122,13 @@ class EventStream:
     def has_done(self, more: bytes = b"") -> bool:
         """Return True if `[DONE]` has arrived, also in `more` bytes."""
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
+
+    @property
+    def lacks_typed_end(self) -> bool:
+        """True if the events have types, and none is the last event or an error."""
+        if self.stream_format not in LAST_EVENTS or self.is_complete:
+            return False
+        return TYPED_ERROR.search(b"".join(self._last)) is None
 
     @property
     def is_complete(self) -> bool:

@@ -65,7 +65,7 @@ def bounded(*waited: float, still: tuple[float, ...] = (), **told: int) -> Scene
 
 
 @pytest.mark.parametrize(
-    ("bounded", "complaint"),
+    ("bounded", "problem"),
     [
         (KEPT, ""),
         (bounded(4.0, 5.2), "waited 5.20 s, the bound is 4 s"),
@@ -76,17 +76,17 @@ def bounded(*waited: float, still: tuple[float, ...] = (), **told: int) -> Scene
         (bounded(4.02, 4.3, fewest_waiting=0), "at times no short request waited"),
     ],
 )
-def test_broken_bound_is_reported(bounded: SceneResult, complaint: str) -> None:
+def test_broken_bound_is_reported(bounded: SceneResult, problem: str) -> None:
     found = "; ".join(failures("scene", bounded, NEVER, 4.0))
-    assert complaint in found
-    assert bool(complaint) == bool(found)
+    assert problem in found
+    assert bool(problem) == bool(found)
 
 
 def test_shorts_that_hold_no_request_are_reported() -> None:
     started = SceneResult({"long": Waits("long", waited_s=[6.0])}, WorkerMetrics(released=1))
-    complaint = "; ".join(failures("scene", KEPT, started, 4.0))
-    assert "1 started without a bound" in complaint
-    assert "released 1 without a bound" in complaint
+    problem = "; ".join(failures("scene", KEPT, started, 4.0))
+    assert "1 started without a bound" in problem
+    assert "released 1 without a bound" in problem
 
 
 async def test_falling_counter_is_an_error() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from vllm_sched.cli import main
+from vllm_sched.cli.fleet import key
 
 
 @pytest.mark.parametrize("command", main.MODULES)
@@ -92,3 +95,29 @@ def test_results_are_saved_although_they_cannot_be_printed(unwritable: str, tmp_
     assert json.loads(saved.read_text())["completed"] == 9
     if unwritable != "pipe":
         assert done.stderr.splitlines()[-1].startswith("vllm-sched simulate: standard output: ")
+
+
+def failing(error: OSError) -> Callable[[], str]:
+    def fail() -> str:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_full_disk_under_another_file_is_reported_with_its_name(
+    number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(key, "make_key", failing(OSError(number, os.strerror(number), "/x/y")))
+    assert main.main(["key"]) == 2
+    assert capfd.readouterr().err == f"vllm-sched key: /x/y: {os.strerror(number)}\n"
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC])
+def test_error_that_names_no_file_is_not_taken_for_one_of_standard_output(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Example: a router that closes its connection."""
+    monkeypatch.setattr(key, "make_key", failing(OSError(number, os.strerror(number))))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        main.main(["key"])

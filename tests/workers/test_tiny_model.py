@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_sched.cli.main import main
+from vllm_sched.errors import UsageError
 from vllm_sched.workers import tiny_model
 
 
@@ -88,3 +89,21 @@ def test_missing_home_directory_is_reported(
     monkeypatch.setattr(Path, "home", homeless)
     assert main(["compare", "--rounds", "1"]) == 2
     assert "home directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_full_disk_is_reported_with_the_folder(
+    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write = tiny_model._write
+
+    def write_to_a_full_disk(folder: Path) -> None:
+        (folder / file).symlink_to("/dev/full")
+        write(folder)
+
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiny_model, "_write", write_to_a_full_disk)
+    full = rf"can't be stored in {tmp_path}: No space left on device; set VLLM_SCHED_CACHE"
+    with pytest.raises(UsageError, match=full):
+        tiny_model.tiny_model()
+    assert list(tmp_path.iterdir()) == []

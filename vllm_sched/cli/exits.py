@@ -5,13 +5,43 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, TextIO
 
 CLOSED_OUTPUT = 1
 BAD_USAGE = 2
 INTERRUPTED = 130  # a shell's status for Ctrl-C
 # The last error of standard output that did not end the command; `main` reports it at the end.
 lost_output: Final[list[OSError]] = []
+
+
+class OutputError(OSError):
+    """Standard output cannot be written."""
+
+
+class StandardOutput:
+    """Standard output. Its errors differ from those of files, which have the same numbers."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _as_output_error():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _as_output_error():
+            self._stream.flush()
+
+
+@contextmanager
+def _as_output_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from None
 
 
 @contextmanager

@@ -7,16 +7,19 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
+from typing import IO, cast
 
 from proxy.errors import ProxyError
 from vllm_sched.cli.exits import (
     BAD_USAGE,
     CLOSED_OUTPUT,
     INTERRUPTED,
+    OutputError,
+    StandardOutput,
     lost_output,
     signals_as_interrupt,
 )
@@ -27,8 +30,9 @@ from vllm_sched.version import __version__
 MEASURING_COMMANDS = frozenset(
     ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
 )
-# Of standard output: its reader has ended, the disk is full, the terminal was closed.
-OUTPUT_ERRORS = frozenset((errno.EPIPE, errno.ENOSPC, errno.EIO))
+DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO))
+# Of standard output: also if its reader has ended. A closed terminal has EIO.
+OUTPUT_ERRORS = DISK_ERRORS | {errno.EPIPE}
 # The module of each command, in the order of --help.
 MODULES = {
     "serve": "serve",
@@ -73,31 +77,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     command = "".join(argv[:1])
     name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"
+    output = sys.stdout
+    if isinstance(output, TextIOWrapper):
+        # A file name can contain bytes that are not UTF-8; print them escaped, as stderr does.
+        output.reconfigure(errors="backslashreplace")
+    checked = None if output is None else cast("IO[str]", StandardOutput(output))
     try:
-        with signals_as_interrupt() if command in MEASURING_COMMANDS else nullcontext():
+        with (
+            signals_as_interrupt() if command in MEASURING_COMMANDS else nullcontext(),
+            redirect_stdout(checked),
+        ):
             try:
                 return _run(argv)
             finally:
                 if lost_output:
                     raise lost_output.pop()
-                if sys.stdout is not None:
-                    sys.stdout.flush()
+                if checked is not None:
+                    checked.flush()
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except OSError as error:
+    except OutputError as error:
         if error.errno not in OUTPUT_ERRORS:
             raise
         if error.errno != errno.EPIPE:  # otherwise the reader has ended, as `head` does
             print(f"{name}: standard output: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
         return CLOSED_OUTPUT
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is None:
+            raise
+        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return BAD_USAGE
 
 
 def _run(argv: Sequence[str]) -> int:
-    if isinstance(sys.stdout, TextIOWrapper):
-        # A file name can contain bytes that are not UTF-8; print them escaped, as stderr does.
-        sys.stdout.reconfigure(errors="backslashreplace")
     first = argv[1] if argv[:1] == ["serve"] and len(argv) > 1 else ""
     if first.startswith("-") and first not in ("-h", "--help"):
         # Otherwise the value of a flag that only vLLM knows would be taken for the model.

@@ -45,9 +45,12 @@ def cached_folder(name: str, make: Callable[[Path], None]) -> Path:
         make(aside)
         aside.chmod(0o755)
         aside.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # another process made the same folder first
-            raise
+    except OSError as error:
+        if not folder.is_dir():  # otherwise another process made the same folder first
+            raise UsageError(
+                f"{name} can't be stored in {folder.parent}: {error.strerror or error}; set "
+                f"{CACHE_VARIABLE} to another folder"
+            ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
@@ -121,7 +124,8 @@ def _write_tokenizer(folder: Path) -> None:
             show_progress=False,
         ),
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # `save` of tokenizers and `save_file` of safetensors hide the error of a full disk.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -139,7 +143,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 def _write_weights(folder: Path) -> None:
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     hidden, inner = RECIPE["hidden"], RECIPE["intermediate"]
     head = hidden // RECIPE["heads"]
@@ -168,7 +172,7 @@ def _write_weights(folder: Path) -> None:
             at + "input_layernorm.weight": torch.ones(hidden),
             at + "post_attention_layernorm.weight": torch.ones(hidden),
         }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

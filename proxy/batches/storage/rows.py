@@ -12,7 +12,11 @@ import orjson
 from proxy.batches.storage.backend import Row
 from proxy.batches.types import Batch, File, InputProblem, LineJob, LineResult, Status
 
-FILE_NAMES, BATCH_NAMES = ([field.name for field in fields(kind)] for kind in (File, Batch))
+PROBLEMS = "complaints"  # the column of `Batch.problems`, also in databases of older releases
+FILE_NAMES, BATCH_NAMES = (
+    [PROBLEMS if field.name == "problems" else field.name for field in fields(kind)]
+    for kind in (File, Batch)
+)
 # Quoted, because `window` is a word of PostgreSQL.
 FILE_COLUMNS, BATCH_COLUMNS = (
     ", ".join(f'"{name}"' for name in names) for names in (FILE_NAMES, BATCH_NAMES)
@@ -77,26 +81,24 @@ def file_of(row: Row) -> File:
 
 def batch_of(row: Row) -> Batch:
     values = dict(zip(BATCH_NAMES, row, strict=True))
-    metadata = values["metadata"]
+    metadata, problems = values["metadata"], orjson.loads(values.pop(PROBLEMS))
     return Batch(
         **values
         | {
             "status": Status(values["status"]),
             "metadata": metadata and orjson.loads(metadata),
-            "complaints": [
-                InputProblem(**problem) for problem in orjson.loads(values["complaints"])
-            ],
+            "problems": [InputProblem(**problem) for problem in problems],
             "at": orjson.loads(values["at"]),
         }
     )
 
 
 def row_of(batch: Batch) -> dict[str, Any]:
-    row = asdict(batch)
+    row = dict(zip(BATCH_NAMES, asdict(batch).values(), strict=True))
     metadata = row["metadata"]
     return row | {
         "status": batch.status.value,
         "metadata": None if metadata is None else orjson.dumps(metadata).decode(),
-        "complaints": orjson.dumps(row["complaints"]).decode(),
+        PROBLEMS: orjson.dumps(row[PROBLEMS]).decode(),
         "at": orjson.dumps({str(key): value for key, value in batch.at.items()}).decode(),
     }

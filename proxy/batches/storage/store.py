@@ -129,9 +129,9 @@ class Store(FileStore):
         """Start a validated batch; return False if it was cancelled."""
         return self._end_validation(batch, Status.IN_PROGRESS, now, total=total)
 
-    def refuse_batch(self, batch: Batch, complaints: list[InputProblem], now: float) -> bool:
+    def refuse_batch(self, batch: Batch, problems: list[InputProblem], now: float) -> bool:
         """Fail a batch with an invalid input; return False if it was cancelled."""
-        return self._end_validation(batch, Status.FAILED, now, complaints=complaints)
+        return self._end_validation(batch, Status.FAILED, now, problems=problems)
 
     def _end_validation(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
         with self.backend.writing():

@@ -149,11 +149,13 @@ class ResponseWriter:
         return body
 
     def is_truncated(self, route: str, body: bytes) -> bool:
-        """Return True if an unframed stream ends before `[DONE]`; `body` is its last piece."""
+        """Return True if an unframed stream lacks its last event; `body` is its last piece."""
         stream = self._stream
-        if stream is None or not self._until_close or route not in ENDS_WITH_DONE:
+        if stream is None or not self._until_close:
             return False
-        return not stream.has_done(body)
+        if route in ENDS_WITH_DONE:
+            return not stream.has_done(body)
+        return stream.lacks_typed_end
 
     @property
     def flowing(self) -> EventStream | None:

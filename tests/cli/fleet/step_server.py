@@ -36,6 +36,7 @@ class StepServer:
     card: dict[str, Any] | str | None = None  # text: a page of another service
     status: int = 200
     ends_after: int | None = None  # output tokens, regardless of max_tokens
+    hangs_after: int | None = None  # completions
     _waiting: list[RunningPrompt] = field(default_factory=list)
     _running: list[RunningPrompt] = field(default_factory=list)
 
@@ -55,6 +56,10 @@ class StepServer:
         body = await request.json()
         if self.status != 200:
             return web.json_response({"error": "no\nway"}, status=self.status)
+        if self.hangs_after is not None:
+            self.hangs_after -= 1
+            if self.hangs_after < 0:
+                await asyncio.Event().wait()
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         tokens = body["max_tokens"] if self.ends_after is None else self.ends_after
         out: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
@@ -82,8 +87,8 @@ class StepServer:
         return answer
 
     async def steps(self) -> None:
-        """Run steps forever."""
-        while True:
+        """Run steps until the server hangs."""
+        while self.hangs_after is None or self.hangs_after >= 0:
             self._running, self._waiting = [*self._running, *self._waiting], []
             self._running = [prompt for prompt in self._running if prompt.left > 0]
             decoding = [prompt for prompt in self._running if prompt.made]

@@ -20,6 +20,7 @@ from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan
 from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
 from vllm_sched.cli.fleet.up import assign_ports
+from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch, transfer
 
 ROOT = Path(__file__).parents[3]
@@ -90,6 +91,20 @@ def test_both_routers_use_the_same_uncached_workers(
     assert worker.launch.cpus == (3,)
 
 
+@pytest.mark.parametrize("status", [1, 130])
+def test_hints_are_printed_only_after_a_success(
+    status: int, monkeypatch: pytest.MonkeyPatch, program: Program
+) -> None:
+    def failed(play: Any, _: Any) -> int:
+        handovers: list[str] = play.args[4]
+        handovers.append("prefill and decode: 3 prompts handed over")
+        return status
+
+    monkeypatch.setattr(demo.measuring, "run_measurement", failed)
+    printed = program("demo", FLEET, status=status).out
+    assert printed == "prefill and decode: 3 prompts handed over\n"
+
+
 def test_demo_routers_have_no_tenants_and_no_discovery(tmp_path: Path) -> None:
     hashed = f"sha256:{'0' * 64}"
     pools = [{"name": "others", "dns": "others.example"}]
@@ -103,6 +118,12 @@ def test_demo_routers_have_no_tenants_and_no_discovery(tmp_path: Path) -> None:
     played = load(file)
     assert (played.tenants, played.discovery) == ((), None)
     assert roles(played) == roles(config)
+
+
+def test_full_disk_is_reported_with_the_fleet_file_of_a_router(tmp_path: Path) -> None:
+    (tmp_path / "pools.yaml").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=f"^{tmp_path}/pools.yaml: No space left on device$"):
+        demo.router_of(load(FLEET), tmp_path, "pools")
 
 
 def roles(config: FleetConfig) -> list[str]:

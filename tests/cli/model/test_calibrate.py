@@ -212,6 +212,25 @@ def test_unmeasurable_worker_is_reported(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("answered", "part"),
+    [
+        (1, "warming up"),
+        (10, "both: a long prompt next to 1 decoding"),
+        (24, "whole prompts"),
+        (42, "decoding: 2 at a time, context 16"),
+        (70, "prefill alone: 1 of 16 tokens"),
+    ],
+)
+def test_timeout_names_the_part_of_the_measurement(
+    answered: int, part: str, in_virtual_time: Callable[[StepServer], str], program: Program
+) -> None:
+    url = in_virtual_time(StepServer(TIME, budget=128, max_model_len=1024, hangs_after=answered))
+    error = program("calibrate", "--url", url, *SMALL, status=1).err
+    assert error.endswith(f'no complete response within 300 s (during "{part}")\n')
+    assert error.count("\n") == 1
+
+
 def test_front_time_is_the_rest_of_short_prompts() -> None:
     lone = [
         LonePrompt(16, TIME.prefill_fixed_s + 16 * TIME.prefill_s + 16**2 / 2 * TIME.pair_s + 0.02)

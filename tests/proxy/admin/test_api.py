@@ -17,8 +17,9 @@ from proxy.admin.reference import reference_page
 from proxy.config import parse
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
+from proxy.core.model.route_table import ROUTES
 from proxy.core.model.specs import Gauges
-from proxy.core.model.types import Reason
+from proxy.core.model.types import Reason, ReceivedRequest, Refusal, RequestInfo
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.setup.app import App
 from tests.proxy.core.making import make_info, spec, worker_of
@@ -192,6 +193,21 @@ async def test_removed_worker_keeps_running_requests(app: App, api: httpx.AsyncC
     assert worker.requests == 0
 
 
+async def test_model_without_its_removed_workers_is_still_known(
+    app: App, api: httpx.AsyncClient
+) -> None:
+    """A worker may be replaced. A client would not repeat a request that gets 404."""
+    body = b'{"model": "tiny", "messages": []}'
+    for name in ("s0", "l0"):
+        assert (await api.delete(f"/admin/workers/{name}")).is_success
+    route = ROUTES["/v1/chat/completions"]
+    info = app.router.read(ReceivedRequest(route, body, b"application/json", "id"))
+    assert isinstance(info, RequestInfo)
+    refused = app.router.submit(info, NOW)
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (503, "no_worker")
+
+
 async def test_discovered_worker_is_not_removed(
     app: App, api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +218,22 @@ async def test_discovered_worker_is_not_removed(
     assert "drain it" in error["message"]
     assert (await api.delete("/admin/workers/l0")).json()["name"] == "l0"
     assert [w["name"] for w in (await api.get("/admin/workers")).json()] == ["s0"]
+
+
+async def test_changes_of_workers_are_logged_once(
+    api: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "proxy.admin.api")
+    for path in 2 * ["s0/drain"] + 2 * ["s0/undrain"]:
+        assert (await api.post(f"/admin/workers/{path}")).is_success
+    await api.delete("/admin/workers/s0")
+    await api.post("/admin/workers", json={"name": "g0", "url": "http://127.0.0.1:9003"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "worker s0 is drained by the admin API, and gets no new requests",
+        "worker s0 is not drained any more",
+        "worker s0 is removed by the admin API, until a reload or restart",
+        "worker g0 is added by the admin API",
+    ]
 
 
 @pytest.mark.parametrize(

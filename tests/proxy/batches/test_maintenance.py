@@ -143,7 +143,7 @@ def test_input_with_too_many_lines_leaves_no_lines(store: Store) -> None:
         assert store.active_batches(), "active until the last slice"
     [refused] = store.batches("t", ListPage(1, None))
     assert refused.status is Status.FAILED
-    assert [problem.code for problem in refused.complaints] == ["too_many_lines"]
+    assert [problem.code for problem in refused.problems] == ["too_many_lines"]
     assert rows(store)["lines"] == 0
 
 
@@ -152,7 +152,7 @@ def test_missing_input_file_fails_the_batch(store: Store) -> None:
     store.add_batch(batch)
     assert list(validate_input(store, batch, 24, lambda: NOW)) == []
     [refused] = store.batches("t", ListPage(1, None))
-    assert [problem.code for problem in refused.complaints] == ["file_not_found"]
+    assert [problem.code for problem in refused.problems] == ["file_not_found"]
 
 
 def test_line_longer_than_a_slice_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_line_longer_than_a_slice_is_read(store: Store, monkeypatch: pytest.Monk
     batch = new_batch(store, 3)
     assert len(list(validate_input(store, batch, 100, lambda: NOW))) > 6
     [started] = store.batches("t", ListPage(1, None))
-    assert (started.total, started.complaints) == (3, [])
+    assert (started.total, started.problems) == (3, [])
 
 
 def test_interrupted_end_of_a_batch_continues(

@@ -33,8 +33,8 @@ def test_body_is_located_as_written() -> None:
         body,
     )
     content = b"\r\n\r\n" + raw + b"\r\n"
-    [found], complaints = read(content)
-    assert complaints == []
+    [found], problems = read(content)
+    assert problems == []
     assert (found.number, found.custom_id, found.model) == (3, "a", "tiny")
     assert content[found.start : found.start + found.size] == body
 
@@ -78,8 +78,8 @@ def test_line_with_too_many_members_is_refused() -> None:
 
 @pytest.mark.parametrize("content", [b"\n", b"   ", b"\r\n\r\n"])
 def test_file_without_lines_is_refused(content: bytes) -> None:
-    found, [complaint] = read(content)
-    assert (found, complaint.code) == ([], "empty_file")
+    found, [problem] = read(content)
+    assert (found, problem.code) == ([], "empty_file")
 
 
 def test_too_many_lines_are_refused() -> None:
@@ -89,8 +89,8 @@ def test_too_many_lines_are_refused() -> None:
 
 
 def test_number_of_reported_problems_is_limited() -> None:
-    _, complaints = read(b"x\n" * 100_000)
-    assert len(complaints) == MAX_PROBLEMS
+    _, problems = read(b"x\n" * 100_000)
+    assert len(problems) == MAX_PROBLEMS
 
 
 def test_file_is_read_in_slices_without_loss() -> None:

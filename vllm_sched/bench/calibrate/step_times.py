@@ -109,6 +109,22 @@ class MeasuredSteps:
 
 class StepMeter(TokenApi):
     async def measure(self, plan: CalibrationPlan, tell: Callable[[str], None]) -> MeasuredSteps:
+        """Measure all steps of a plan; an error names the part that failed."""
+        part = ""
+
+        def begin(text: str) -> None:
+            nonlocal part
+            part = text
+            tell(text)
+
+        try:
+            return await self._measure_all(plan, begin)
+        except MeasureError as error:
+            raise MeasureError(f'{error} (during "{part}")') from None
+
+    async def _measure_all(
+        self, plan: CalibrationPlan, tell: Callable[[str], None]
+    ) -> MeasuredSteps:
         tell("warming up")
         await self._measure_decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._measure_prefill(1, plan.prompts[-1], plan.prompts[-1])

@@ -38,6 +38,7 @@ from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.transfer_checks import missing_connector
 from vllm_sched.cli.fleet.up import assign_ports, make_worker
+from vllm_sched.cli.output import writing
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 from vllm_sched.workers.transfer import ROLES
 
@@ -71,7 +72,9 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
             _play, arguments.fleet.parent, assign_ports(config), plan, Path(folder), handovers
         )
         status = measuring.run_measurement(play, arguments)
-    print(*handovers, *watch_hints(arguments.fleet, config), sep="\n")
+    hints = [] if status else watch_hints(arguments.fleet, config)
+    for line in (*handovers, *hints):
+        print(line)
     return status
 
 
@@ -209,6 +212,7 @@ def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:
     file = folder / f"{name}.yaml"
     # Without tenants, requests need no key; without discovery, no other worker gets requests.
     less = config.model_copy(update={"router": router, "tenants": (), "discovery": None})
-    file.write_text(yaml.safe_dump(less.model_dump(mode="json")))
+    with writing(file):
+        file.write_text(yaml.safe_dump(less.model_dump(mode="json")))
     command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(file)]
     return Worker(command, port=port, name=name, health="/ready", deadline_s=READY_S)

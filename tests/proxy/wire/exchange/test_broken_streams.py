@@ -183,11 +183,58 @@ async def test_unframed_stream_without_events_is_retried(start: Start, data: byt
     assert [len(fake.served) for fake in site.fakes.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_unframed_typed_stream_ends_with_its_connection(site: Site, path: str) -> None:
-    """These APIs have no [DONE]."""
-    site.fake.then(scripts.raw(UNFRAMED + DELTA, end="close"))
-    assert (await site.ask(request(ANY_BODY, path=path))).body == DELTA
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("number", [3, 4, 5, 6])
+async def test_unframed_typed_stream_without_its_last_event_gets_an_error_event(
+    start: Start, number: int, whole: bool
+) -> None:
+    """These APIs have no `[DONE]`."""
+    path, begin, last = LAST_EVENTS[number]
+    site = await start(Fake("w0"), wire={"continuation": False})
+    site.fake.then(scripts.raw(UNFRAMED + begin, last * whole, gap_s=0.02, end="close"))
+    body = (await site.ask(request(ANY_BODY, path=path))).body
+    assert body.startswith(begin + last * whole)
+    rest = body.removeprefix(begin + last * whole)
+    assert rest.startswith(b"event: error\ndata: {") == (not whole)
+    assert site.worker().breaker.has_no_failures == whole
+
+
+@pytest.mark.parametrize("number", [3, 6])
+async def test_unframed_typed_stream_with_an_error_event_passes_unchanged(
+    site: Site, number: int
+) -> None:
+    path, begin, _ = LAST_EVENTS[number]
+    events = begin + typed("error", error={"message": "no KV"})
+    site.fake.then(scripts.raw(UNFRAMED + events, end="close"))
+    assert (await site.ask(request(ANY_BODY, path=path))).body == events
+
+
+# What comes after the text of a response, before `response.completed`.
+RESPONSE_ENDS = [
+    typed(f"response.{each}", sequence_number=number)
+    for number, each in enumerate(("output_text.done", "content_part.done", "output_item.done"), 5)
+]
+
+
+@pytest.mark.parametrize("end", ["close", "reset", "stall"])
+@pytest.mark.parametrize("head", [SSE_HEAD, b""], ids=["chunked", "unframed"])
+async def test_response_that_lacks_its_last_event_ends_with_an_error_event(
+    start: Start, end: str, head: bytes
+) -> None:
+    """`response.completed` repeats the whole response, so the router cannot add it."""
+    site = await start(Fake("w0"), Fake("w1"), wire={"idle_s": 0.3})
+    events = b"".join((DELTA, *RESPONSE_ENDS))
+    site.always(scripts.raw(head + scripts.chunk(events) if head else UNFRAMED + events, end=end))
+    client = await site.send(request(ANY_BODY, path="/v1/responses"))
+    body = (await client.answer()).body
+    assert body.startswith(events + b"event: error\ndata: ")
+    error = json.loads(body.removeprefix(events + b"event: error\ndata: "))
+    assert (error["type"], error["sequence_number"], error["param"]) == ("error", 8, None)
+    assert error["code"] == ("worker_timeout" if end == "stall" else "worker_reset")
+    assert error["message"] == "The worker failed during the response."
+    assert len(site.served()) == 1
+    site.always(scripts.answer())
+    assert (await client.ask(chat())).status == 200  # the client's connection is kept
 
 
 ENGINE_DEAD = scripts.event({"error": {"message": "EngineDeadError", "code": 500}}) + scripts.DONE
