@@ -91,6 +91,7 @@ def test_ways_to_name_one() -> None:
     [
         ("tpu", "unknown profile 'tpu'; valid: a100-8b"),
         ("my-worker", "unknown profile 'my-worker'; valid: a100-8b"),
+        ("h999-70b-tp4", "unknown profile .*; valid systems: a100, b200, h100, h200; or measure"),
         ("h100-70b-tp3", "has tp=3; valid here: 2, 4, 8"),
         ("h100-llama-3.1-8b-fp8-tp16", "has tp=16; valid here: 1, 2, 4, 8"),
         ("h100-gpt-2-tp4", "has model=gpt-2; valid here: llama-3.1-8b, llama-3.1-70b, "),

@@ -265,8 +265,8 @@ def find(text: str) -> Profile:
     key = _key(text) if spelt_out else key_of_name(text)
     if key is None or not (spelt_out or any(key.system == each.system for each in known)):
         raise UsageError(
-            f"unknown profile {text!r}; valid: {USAGE}; or measure your own with "
-            "`vllm-sched calibrate --save cost.json`"
+            f"unknown profile {text!r}; valid: {USAGE}; valid systems: {_values('system')}; or "
+            "measure your own with `vllm-sched calibrate --save cost.json`"
         )
     if key in known:
         return known[key]

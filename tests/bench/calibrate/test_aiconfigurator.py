@@ -36,6 +36,8 @@ class RustForwardPassPerfModel:
         return RustForwardPassPerfModel(settings)
 
     def estimate_forward_pass_time_ms(self, text):
+        if self.settings["system_name"] == "a100_sxm" and "weight_dtype" in self.settings:
+            raise ValueError("missing system flops for fp8")
         [rank] = json.loads(text)
         asked = rank["scheduled_requests"]
         tokens = asked["sum_prefill_tokens"] + asked["num_decode_requests"]
@@ -77,7 +79,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (root / "model_configs").mkdir()
     for name, config in CONFIGS.items():
         (root / "model_configs" / f"{name}_config.json").write_text(json.dumps(config))
-    for system in ("h100_sxm", "l40s"):
+    for system in ("a100_sxm", "h100_sxm", "l40s"):
         (root / "systems" / "data" / system / "gemm" / "vllm" / "0.24.0").mkdir(parents=True)
         (root / "systems" / "data" / system / "gemm" / "vllm" / "0.9.1").mkdir()
     (tmp_path / "aiconfigurator_core-9.9.dist-info").mkdir()
@@ -128,13 +130,17 @@ def test_experts_are_divided_as_they_can_be() -> None:
     ("text", "reason"),
     [
         ("model=acme/No,system=h100", "does not have it; valid: llama-3.1-8b, .*acme/Dense"),
-        ("model=acme/Dense,system=tpu", "system=tpu: no data; valid: h100, l40s"),
+        ("model=acme/Dense,system=tpu", "system=tpu: no data; valid: a100, h100, l40s"),
         ("model=acme/Dense,system=h100,dtype=fp4", "dtype=fp4: unknown; valid: bf16, fp8"),
         (
             "model=acme/Dense,system=h100,tp=3",
             "cannot be divided by this number of GPUs; valid tp: 1, 2, 4, 8",
         ),
         ("model=acme/Small-FP8,system=h100", "acme/Small-FP8 is quantized; give dtype=fp8"),
+        (
+            "model=acme/Dense,system=a100,dtype=fp8",
+            r"the GPU has no kernels for this dtype; valid dtype: bf16 \(tp 1, 2, 4, 8\)",
+        ),
     ],
 )
 def test_what_it_does_not_have(text: str, reason: str) -> None:
@@ -168,7 +174,7 @@ def test_built_in_sizes_and_precisions_are_not_sampled_again() -> None:
         ("model=acme/Small-FP8,system=h100,dtype=bf16", "bf16: acme/Small-FP8 is quantized"),
         ("model=acme/Dense,system=h100,tp=3", "bf16: .*cannot be divided.*; fp8: .*cannot be"),
         ("model=acme/No,system=h100", "does not have it; valid: llama-3.1-8b, .*acme/Dense"),
-        ("model=acme/Dense,system=tpu", "system=tpu: no data; valid: h100, l40s"),
+        ("model=acme/Dense,system=tpu", "system=tpu: no data; valid: a100, h100, l40s"),
     ],
 )
 def test_no_size_or_precision_of_it(text: str, reason: str) -> None:

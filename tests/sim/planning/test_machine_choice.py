@@ -156,6 +156,25 @@ def test_unequal_workers_are_placed_by_role() -> None:
     assert shape.gpus(decode) == 20
 
 
+@pytest.mark.parametrize(
+    ("profile", "model"),
+    [
+        ("model=meta-llama/Meta-Llama-3.1-405B system=b300 tp=8", "meta-llama/Meta-Llama-3.1-405B"),
+        ("model=llama-3.1-8b,system=l40s", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("h100-qwen3-32b-bf16-tp2", "Qwen/Qwen3-32B"),
+        ("tp=1/cost.json", "model"),
+    ],
+)
+def test_fleet_file_names_the_checkpoint_of_the_profile(
+    tmp_path: Path, profile: str, model: str
+) -> None:
+    found = plan(quick(machine=replace(MACHINE, profile=profile)), 1)
+    write(found, tmp_path / "fleet.yaml", model="", command="plan", traffic="--workload w")
+    text = (tmp_path / "fleet.yaml").read_text()
+    assert f"\nmodel: {model}\n" in text
+    assert f"#     vllm-sched serve {model} --" in text
+
+
 def test_fleet_file_of_unequal_workers_has_their_flags(tmp_path: Path) -> None:
     prefill, decode = unequal()
     asked = replace(

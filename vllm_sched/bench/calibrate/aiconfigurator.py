@@ -151,18 +151,29 @@ def profile_of(key: ProfileKey) -> Profile:
     raise UnsupportedProfileError(why[0] if why else "there is no checkpoint of this dtype")
 
 
-def valid_sizes(key: ProfileKey) -> str:
-    """Return the numbers of GPUs that the source has data for, as the end of an error."""
+def valid_values(key: ProfileKey) -> str:
+    """Return the numbers of GPUs, or the dtypes, with data, as the end of an error."""
+    if sizes := _sizes_with_data(key):
+        return f"; valid tp: {', '.join(sizes)}"
+    others = [key._replace(dtype=dtype) for dtype in DTYPES if dtype != key.dtype]
+    found = [
+        f"{each.dtype} (tp {', '.join(s)})" for each in others if (s := _sizes_with_data(each))
+    ]
+    return f"; valid dtype: {', '.join(found)}" if found else ""
+
+
+def _sizes_with_data(key: ProfileKey) -> list[str]:
     found = []
     for tp in SIZES:
         other = key._replace(tp=tp)
-        with suppress(UnsupportedProfileError):
-            for checkpoint in _checkpoints(other):
-                for experts in _expert_layouts(checkpoint, tp):
+        for checkpoint in _checkpoints(other):
+            for experts in _expert_layouts(checkpoint, tp):
+                with suppress(UnsupportedProfileError):
                     _size(other, checkpoint, experts)
-                    _estimator(other, checkpoint, experts)
+                    # Some kernels are missed only by the first step.
+                    _estimator(other, checkpoint, experts)(USUAL_DECODES[0])
                     found.append(str(tp))
-    return f"; valid tp: {', '.join(dict.fromkeys(found))}" if found else ""
+    return list(dict.fromkeys(found))
 
 
 def _checkpoints(key: ProfileKey) -> list[Checkpoint]:
@@ -350,7 +361,7 @@ def find_profile(text: str) -> Profile:
     try:
         return profile_of(key)
     except UnsupportedProfileError as error:
-        raise UsageError(f"profile {text}: {error}{valid_sizes(key)}") from None
+        raise UsageError(f"profile {text}: {error}{valid_values(key)}") from None
     except UsageError as error:
         raise UsageError(f"profile {text}: {error}") from None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
+from vllm_sched.cost.profiles import read_parts
 from vllm_sched.files import write_whole
 from vllm_sched.workers.transfer import CLASSES, CONFIG_FLAG, FAILURE_KEY, ROLES, SIDE_HOST
 
@@ -31,13 +32,12 @@ MODEL_NAMES: Final = {
 
 def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
     """Return the content of the best fleet's file, which will be in `folder`."""
-    profile = found.question.machine.profile
-    named = (name for part, name in MODEL_NAMES.items() if part in profile)
     machine, prefill = found.question.machines
+    model = model or _checkpoint(machine.profile)
     machine = replace(machine, profile=_relative_profile(folder, machine.profile))
     if prefill is not None:
         prefill = replace(prefill, profile=_relative_profile(folder, prefill.profile))
-    return found.best.shape.to_fleet(model or next(named, "model"), machine, prefill)
+    return found.best.shape.to_fleet(model, machine, prefill)
 
 
 def launch_lines(fleet: Mapping[str, Any]) -> list[str]:
@@ -61,6 +61,15 @@ def launch_lines(fleet: Mapping[str, Any]) -> list[str]:
             words.insert(0, f"{SIDE_HOST}=THIS_HOST")
         lines[role] = shlex.join(words)
     return [*lines.values()]
+
+
+def _checkpoint(profile: str) -> str:
+    """Return the model that a profile names; "model" if it names none."""
+    if "=" in profile and not profile.endswith(".json"):
+        named = read_parts(profile).get("model", "")
+        if "/" in named:
+            return named
+    return next((name for part, name in MODEL_NAMES.items() if part in profile), "model")
 
 
 def _relative_profile(folder: Path, profile: str) -> str:
