@@ -67,9 +67,9 @@ class Driver:
             prefills=(),
             free_slots=free,
             kv_blocked="head" if refused else None,
-            running=32 - free if running is None else running,
-            waiting=waiting,
-            departed=departed,
+            num_running=32 - free if running is None else running,
+            num_waiting=waiting,
+            num_departed=departed,
             kv_free=kv_free,
         )
         self.policy.begin_step(step, {DEFERRABLE: LaneCount(waiting, 0, 0.0)})
@@ -421,7 +421,7 @@ def test_requests_that_arrive_in_a_pause_do_not_prolong_it() -> None:
     for paused_s, enters in ((0.0, True), (0.010, True), (0.029, True), (0.031, False)):
         step = Step(
             index=1, now=paused_s, budget=2048, decode_tokens=8, prefills=(), free_slots=4,
-            running=8, paused_s=paused_s,
+            num_running=8, paused_s=paused_s,
         )  # fmt: skip
         policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
         # Decodes resume after 10 ms for the prompt and 10 ms for their own step.

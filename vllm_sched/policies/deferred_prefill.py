@@ -120,7 +120,7 @@ class DeferredPrefill(Policy):
         return lane
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        waiting = lanes.get(DEFERRABLE, NO_REQUESTS).admissible
+        waiting = lanes.get(DEFERRABLE, NO_REQUESTS).num_admissible
         step_before, self._step = self._step, step
         slots_full = self._free_slots_left <= 0 or step.free_slots <= 0
         self._free_slots_left = step.free_slots
@@ -128,7 +128,7 @@ class DeferredPrefill(Policy):
         for request in step.prefills:
             self._predict_prefill(request)
         if slots_full or step.kv_blocked is not None:
-            self._running_when_full = max(step.running + step.departed, 1)
+            self._running_when_full = max(step.num_running + step.num_departed, 1)
         if self.learns:
             self._threshold.begin_step(step.index, self._running_when_full)
         if self._hold is not None:
@@ -189,7 +189,7 @@ class DeferredPrefill(Policy):
     def _keeps_itl(self, head: RequestView) -> bool:
         """Return whether decodes keep `itl_ms` if the head enters."""
         step, model, itl_s = self._step, self.fit.model, self._limits.itl_s
-        decodes = step.running - len(step.prefills)
+        decodes = step.num_running - len(step.prefills)
         if itl_s is None or model is None or not decodes:
             return True
         pauses = self.facts.decodes_pause

@@ -136,7 +136,7 @@ class Lanes(Policy):
         self._step, self._lane_counts = step, lanes
         self._overdue.begin_step()
         self._free_slots, self._kv_free = step.free_slots, step.kv_free
-        if len(self._running.requests) > step.running:
+        if len(self._running.requests) > step.num_running:
             running = (*step.prefills, *step.decoding)
             self._running.discard_all_except({request.request_id for request in running})
         counts = self._running.counts
@@ -149,7 +149,8 @@ class Lanes(Policy):
 
     def _others_wait(self) -> bool:
         # Requests that the engine cannot start do not hold batch.
-        return any(self._lane_counts.get(lane, NO_REQUESTS).startable for lane in (URGENT, NORMAL))
+        counts = (self._lane_counts.get(lane, NO_REQUESTS) for lane in (URGENT, NORMAL))
+        return any(count.num_startable for count in counts)
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold batch while other lanes wait or prefill, or if only the reserve is free."""

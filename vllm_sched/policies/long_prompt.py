@@ -165,14 +165,14 @@ class LongPrompt(Policy):
             waiting_shorts=waiting_shorts,
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
-        if prompts.shorts or (waiting_shorts.admissible and step.free_slots > 0):
+        if prompts.shorts or (waiting_shorts.num_admissible and step.free_slots > 0):
             self._short_seen_at = step.now
         self._chunk = self._chunk_for(prompts.longs)
         most = step.budget if self._chunk is None else self._chunk.tokens
         prompts.find_ending(most, step.class_of)
         taken = len(prompts.long_classes) + len(self._loading_longs())
         prompts.free_places = self._free_places(taken)
-        self._counts_are_current = step.free_slots <= 0 or not step.waiting
+        self._counts_are_current = step.free_slots <= 0 or not step.num_waiting
         self._divide_step()
 
     def _shorts_of(self, step: Step) -> list[RequestView]:
@@ -201,7 +201,7 @@ class LongPrompt(Policy):
     def _divide_step(self, passing: int = 0) -> None:
         step, prompts = self._step, self._prompts
         lacks_kv = prompts.kv_blocked or self._lookups.was_long(step.kv_blocked)
-        entering = 0 if lacks_kv else min(prompts.waiting_longs.admissible, prompts.free_places)
+        entering = 0 if lacks_kv else min(prompts.waiting_longs.num_admissible, prompts.free_places)
         prompts.entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
@@ -217,7 +217,7 @@ class LongPrompt(Policy):
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
-        may_pass = prompts.long_classes and prompts.waiting_longs.admissible
+        may_pass = prompts.long_classes and prompts.waiting_longs.num_admissible
         head = step.newcomer() if may_pass and step.class_of is not one_class else None
         return int(head is not None and self._lookups.was_long(head.request_id))
 

@@ -125,7 +125,7 @@ class Rotation(Policy):
         peers = [r for r in step.prefills if step.class_of(r) == best]
         if head is None or step.class_of(head) != best:
             return peers, 0
-        return peers, max(min(self._waiting.admissible, step.free_slots), 1)
+        return peers, max(min(self._waiting.num_admissible, step.free_slots), 1)
 
     def gauges(self) -> Mapping[str, float]:
         prompts, tokens = len(self._last_chunk_at), self._turn_tokens

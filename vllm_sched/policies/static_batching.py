@@ -62,7 +62,7 @@ class StaticBatching(Policy):
         return MEMBER if request.num_preemptions else NEXT
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        if not step.running:
+        if not step.num_running:
             self._forming, self._members = True, 0
         elif not (step.prefills or self._joined) or step.kv_blocked is not None:
             self._forming = False

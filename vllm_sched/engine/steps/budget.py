@@ -50,8 +50,8 @@ class StepBudget:
         if not self._budgets:
             return StepLimit(most)
         # Requests with KV blocks always get their tokens, also with a prefill of one token.
-        needed = step.holding_kv * self._tokens_per_decode + step.decode_tokens
-        needed += bool(step.holding_kv and step.prefills)
+        needed = step.num_holding_kv * self._tokens_per_decode + step.decode_tokens
+        needed += bool(step.num_holding_kv and step.prefills)
         limit = StepLimit(min(budget(step) for budget in self._budgets))
         if self._whole_images and limit.tokens < most:
             limit = self._limit_with_image(step, limit.tokens)
@@ -69,7 +69,7 @@ class StepBudget:
         """
         step = plan.step
         asleep = int(self._scheduler.num_waiting_for_streaming_input)
-        holders = min(max(step.holding_kv - asleep, 0), step.free_slots)
+        holders = min(max(step.num_holding_kv - asleep, 0), step.free_slots)
         # A request with remote KV is a decode.
         holding = holders * self._tokens_per_decode
         if not (holding or plan.decode_is_last or limit.kept_for_image):
@@ -89,7 +89,7 @@ class StepBudget:
         ]
         if (head := self._admission.next_to_enter()) is not None:
             least.append(blocks.tokens_to_boundary(head, self._prefixes.cached_tokens(head)))
-        elif step.waiting:  # a request behind may enter
+        elif step.num_waiting:  # a request behind may enter
             least.append(blocks.block)
         # With less than a block, vLLM lets chunks end anywhere.
         return max(needed + max(least, default=0), blocks.block)

@@ -88,13 +88,13 @@ class StepPlanner:
             prefills=prefills,
             free_slots=scheduler.max_num_active_reqs - slots_taken(scheduler),
             kv_blocked=None if kv_blocked is None else kv_blocked.request_id,
-            running=len(scheduler.running),
+            num_running=len(scheduler.running),
             decoding=decoding,
             context_tokens=sum(map(computed_tokens, decoding)),
-            waiting=len(scheduler.waiting),
-            holding_kv=len(scheduler.kv_holding_waiting),
+            num_waiting=len(scheduler.waiting),
+            num_holding_kv=len(scheduler.kv_holding_waiting),
             kv_free=kv_free,
-            departed=self._departed,
+            num_departed=self._departed,
             clock_offset=now - wall_now,
             paused_s=self._pauses.seconds(now),
             paused_steps=self._pauses.steps,
@@ -115,7 +115,7 @@ class StepPlanner:
         """Apply pauses and budgets; return the step's limit, None for vLLM's."""
         step = plan.step
         # After an empty step policies are ignored, so that the engine cannot stall.
-        if self._last_was_empty or not (step.prefills or step.waiting or step.holding_kv):
+        if self._last_was_empty or not (step.prefills or step.num_waiting or step.num_holding_kv):
             return None
         self._pauses.begin_step(plan)
         return self._budget.limit_step(step)
@@ -139,7 +139,7 @@ class StepPlanner:
         self.admission.record_admissions()
         self._pauses.end_step(plan)
         empty = not output.total_num_scheduled_tokens
-        had_work = step.prefills or step.waiting or step.holding_kv or plan.decodes_paused
+        had_work = step.prefills or step.num_waiting or step.num_holding_kv or plan.decodes_paused
         self._last_was_empty = (
             empty and bool(had_work) and scheduler.pause_state == PauseState.UNPAUSED
         )

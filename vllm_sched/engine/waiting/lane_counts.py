@@ -92,11 +92,11 @@ class LaneCounts:
         """Count held requests, and other requests that cannot begin."""
         for counts in self.by_policy:
             for count in counts.values():
-                count.held = count.barred = 0
+                count.num_held = count.num_barred = 0
         for lane in self.held_by.keys() | barred.keys():
             by = self.held_by.get(lane)
             for number, (counts, name) in enumerate(zip(self.by_policy, lane, strict=True)):
                 if by is None or by == number:
-                    counts[name].barred += barred[lane]
+                    counts[name].num_barred += barred[lane]
                 else:
-                    counts[name].held += self.waiting[lane]
+                    counts[name].num_held += self.waiting[lane]

@@ -48,8 +48,8 @@ class StepPrompts:
             sum(count.requests for count in lanes),
             sum(count.tokens for count in lanes),
             max((count.waited for count in lanes), default=0.0),
-            sum(count.held for count in lanes),
-            sum(count.barred for count in lanes),
+            sum(count.num_held for count in lanes),
+            sum(count.num_barred for count in lanes),
         )
 
 
@@ -68,7 +68,7 @@ class StepDivision:
         higher_class = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
         same_class = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
         waiting = prompts.waiting_shorts
-        entering = 0 if prompts.kv_blocked else min(waiting.admissible, max(step.free_slots, 0))
+        entering = 0 if prompts.kv_blocked else min(waiting.num_admissible, max(step.free_slots, 0))
         self._num_shorts = len(higher_class) + len(same_class) + entering
         # Tokens of waiting requests include cached ones.
         expected = waiting.tokens * entering // max(waiting.requests, 1)
@@ -88,7 +88,7 @@ class StepDivision:
         self.budget = step.budget
         room = max(step.budget - step.decode_tokens, 0)
         # With one token left, the engine tries a barred request again.
-        barred = prompts.waiting_shorts.barred > 0 and step.free_slots > 0
+        barred = prompts.waiting_shorts.num_barred > 0 and step.free_slots > 0
         for_higher_class = min(self._tokens_of_higher_class, room)
         most_for_shorts = room - int((room - for_higher_class) * MIN_SHARE_OF_LONGS)
         for_same_class = max(self._tokens_of_same_class, int(barred))
@@ -100,7 +100,7 @@ class StepDivision:
         # Tokens for all longs together.
         self.long_left = max(for_longs, min(room - for_higher_class, 1))
         has_place = prompts.free_places > prompts.entering
-        self._for_barred_long = int(prompts.waiting_longs.barred > 0 and has_place)
+        self._for_barred_long = int(prompts.waiting_longs.num_barred > 0 and has_place)
         # Shorts run before longs, so the longs' tokens must be reserved.
         self._reserved_for_longs = min(_tokens_left(prompts.longs), self.long_left)
         self._short_left = max(room - self._reserved_for_longs, 1)
