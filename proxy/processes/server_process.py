@@ -79,8 +79,8 @@ class ServerProcess:
         shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
         if begin.processes == 1:
-            soon = FlushTimer(lambda: self._sharing.has_urgent()).start  # noqa: PLW0108 -- made next
-        self._sharing, self._queues = share_router(
+            soon = FlushTimer(lambda: self._shared_load.has_urgent()).start  # noqa: PLW0108 -- made next
+        self._shared_load, self._queues = share_router(
             router, shared, index, clock, soon, life=time.monotonic_ns()
         )
         router.report_stored_response = self._publish_response
@@ -89,14 +89,16 @@ class ServerProcess:
             password = begin.keys.shared
             limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
             self._limiter = limiter
-            self._sharing.urgent = UrgentChanges(
-                shared, self._sharing.sheet, lambda: channel.send(UrgentChange())
+            self._shared_load.urgent = UrgentChanges(
+                shared, self._shared_load.sheet, lambda: channel.send(UrgentChange())
             )
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
         alone = begin.processes == 1
         self._idle_s = ALONE_INTERVAL_S if alone else IDLE_INTERVAL_S
-        self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock, alone=alone)
+        self._replica = FleetReplica(
+            router, self.app.discovery, self._shared_load, clock, alone=alone
+        )
         self._channel = channel
         self._addresses = begin.addresses
         self._clock = clock
@@ -284,17 +286,17 @@ class ServerProcess:
         self._channel.send(Serving())
 
     async def _watch(self) -> None:
-        wire, sharing = self.app.wire, self._sharing
+        wire, shared_load = self.app.wire, self._shared_load
         seen = 0
         while True:
             now = self._clock()
-            sharing.sheet.write_count(ALIVE, int(now))
-            sharing.read_remote_charges(now)
-            sharing.publish_written()
-            if wire.queued and (sharing.changes != seen or self._queues.holds_back):
+            shared_load.sheet.write_count(ALIVE, int(now))
+            shared_load.read_remote_charges(now)
+            shared_load.publish_written()
+            if wire.queued and (shared_load.changes != seen or self._queues.holds_back):
                 self._queues.holds_back = False
                 wire.dispatch_queued(now)
-            seen = sharing.changes
+            seen = shared_load.changes
             if self.app.leads:
                 self._send_changes()
             self._queues.request_came.clear()

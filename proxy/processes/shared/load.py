@@ -301,9 +301,9 @@ class WorkerRows:
     """Assigns rows to workers, in the leader."""
 
     def __init__(
-        self, sharing: SharedLoad, clock: Callable[[], float], max_rows: int = MAX_WORKERS
+        self, shared_load: SharedLoad, clock: Callable[[], float], max_rows: int = MAX_WORKERS
     ) -> None:
-        self._sharing = sharing
+        self._shared_load = shared_load
         self._clock = clock
         self._max_rows = max_rows
         # Rows of removed workers with the time of removal, oldest first.
@@ -328,7 +328,7 @@ class WorkerRows:
         for row, since in self._left.items():
             if since > reusable_before:
                 break
-            if self._sharing.is_free(row):
+            if self._shared_load.is_free(row):
                 del self._left[row]
                 return row
         return None
