@@ -120,7 +120,7 @@ class Warmup:
             self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
         for model in fleet.roster.models():
             pool = fleet.roster.pool(model)
-            if not pool.prefills or not pool.decodes:
+            if not pool.prefills or not pool.num_decodes:
                 continue
             decodes = [w for w in pool.all if w.role is Role.DECODE]
             since = pool, [w.up_since for w in (*pool.prefills, *decodes)]

@@ -58,7 +58,7 @@ def next_slot_s(worker: Worker, ahead: int) -> float:
     if not requests:
         return inf
     left = worker.decode_tokens / requests
-    more = ahead + 1 + max(requests - worker.most, 0)
+    more = ahead + 1 + max(requests - worker.request_limit, 0)
     return more * left * worker.pace.step_s(requests) / requests
 
 

@@ -46,7 +46,7 @@ class Worker:
     role: Role = field(init=False)
     misfit_short: int = field(init=False)
     misfit_long: int = field(init=False)
-    most: int = field(init=False)  # requests, less `reserved`
+    request_limit: int = field(init=False)  # less `reserved`
     reserved: int = 0  # of its slots, for routers on other hosts
     reported_max_model_len: int | None = None  # from /v1/models
     max_model_len: int | None = field(init=False)
@@ -106,7 +106,7 @@ class Worker:
     cached_price: float = field(init=False)
 
     served: int = 0  # order of its last request
-    shut: bool = False  # full or barred
+    unavailable: bool = False  # full or barred
     ranked_in: tuple[Group, ...] = ()
     key: float = 0.0  # sort key in groups
 
@@ -128,8 +128,8 @@ class Worker:
 
     def reserve(self, slots: int) -> None:
         """Leave some of the allowed requests to routers on other hosts."""
-        self.reserved, most = slots, self.spec.max_requests
-        self.most = NO_LIMIT if most is None else max(most - slots, 0)
+        self.reserved, limit = slots, self.spec.max_requests
+        self.request_limit = NO_LIMIT if limit is None else max(limit - slots, 0)
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Return whether the address and model are the same."""
@@ -180,7 +180,7 @@ class Worker:
         return self.up and not self.draining and self.role is Role.PREFILL
 
     @property
-    def limit(self) -> int:
+    def context_limit(self) -> int:
         return self.max_model_len or NO_LIMIT
 
     @property
@@ -190,10 +190,10 @@ class Worker:
         By default twice the KV cache: its queue is never empty, and other requests can still go
         elsewhere.
         """
-        if self.requests >= self.most:
+        if self.requests >= self.request_limit:
             return True
         room = self.kv_capacity
-        return self.most is NO_LIMIT and 0 < KV_OVERBOOKING * room <= self.kv_held
+        return self.request_limit is NO_LIMIT and 0 < KV_OVERBOOKING * room <= self.kv_held
 
     @property
     def kv_held(self) -> int:
@@ -209,15 +209,15 @@ class Worker:
         return not self.is_barred or self.breaker.may_send(now)
 
     def accepts(self, now: float) -> bool:
-        return not self.shut or (not self.is_full and self.may_send(now))
+        return not self.unavailable or (not self.is_full and self.may_send(now))
 
     def may_fit(self, info: RequestInfo) -> bool:
         """Return whether the low estimate fits."""
-        return info.needed_context - info.prompt_error <= self.limit
+        return info.needed_context - info.prompt_error <= self.context_limit
 
     def surely_fits(self, info: RequestInfo) -> bool:
         """Return whether the high estimate fits."""
-        return info.needed_context + info.prompt_error <= self.limit
+        return info.needed_context + info.prompt_error <= self.context_limit
 
     def cached_tokens(self, prefixes: PrefixHolders) -> int:
         """Return the prompt tokens it should have cached."""
@@ -249,12 +249,12 @@ class Worker:
             foreign -= (1.0 - pace.passing) * self.foreign_long_tokens
         if not self.prefill_tokens:
             return pace.token_s * foreign
-        most = pace.token_s * self.prefill_tokens
+        longest = pace.token_s * self.prefill_tokens
         wait = self.free_at - now
-        if wait > most:
-            wait = most
-        elif wait < most * MIN_WAIT_SHARE:
-            wait = most * MIN_WAIT_SHARE
+        if wait > longest:
+            wait = longest
+        elif wait < longest * MIN_WAIT_SHARE:
+            wait = longest * MIN_WAIT_SHARE
         if self.long_tokens and not for_long:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
@@ -273,11 +273,11 @@ class Worker:
 class Group:
     """Live workers of one role and context length."""
 
-    __slots__ = ("limit", "ranked", "role", "workers")
+    __slots__ = ("context_limit", "ranked", "role", "workers")
 
-    def __init__(self, role: Role, limit: int, workers: list[Worker]) -> None:
+    def __init__(self, role: Role, context_limit: int, workers: list[Worker]) -> None:
         self.role = role
-        self.limit = limit
+        self.context_limit = context_limit
         self.workers = workers
         self.ranked: list[tuple[float, int, Worker]] = []
         if len(workers) > MAX_UNRANKED:
@@ -292,5 +292,5 @@ class Group:
     def candidates(self) -> list[Worker]:
         """Return the workers to look at."""
         if not self.ranked:
-            return [w for w in self.workers if not w.shut]
-        return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.shut]
+            return [w for w in self.workers if not w.unavailable]
+        return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.unavailable]

@@ -182,7 +182,7 @@ def _estimate_output(lease: Lease, now: float) -> int:
     steps = max(int(decoded_s / step_s), 0)
     most = info.output_tokens
     if most is None:
-        most = max(worker.limit - info.largest_prompt, 0)
+        most = max(worker.context_limit - info.largest_prompt, 0)
     return min(steps, most) * info.samples
 
 

@@ -192,11 +192,12 @@ class LeaseBook:
 
     def has_larger(self, lease: Lease) -> bool:
         info = lease.info
-        return not info.pinned and lease.worker.limit < self._roster.pool(info.model).most
+        pool = self._roster.pool(info.model)
+        return not info.pinned and lease.worker.context_limit < pool.largest_context
 
     def enlarge_request(self, lease: Lease) -> RequestInfo:
         """Return the request as the next attempt sees it: larger than this worker."""
-        larger = enlarge(lease.info, lease.worker.limit, self._placer.settings.short_limit)
+        larger = enlarge(lease.info, lease.worker.context_limit, self._placer.settings.short_limit)
         lease.attempts = replace(lease.attempts, enlarged=larger)
         return larger
 

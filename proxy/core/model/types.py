@@ -101,7 +101,7 @@ class RequestInfo:
     counted: bool = False
     sure_prompt: int = -1  # `min_prompt_size`; -1: by `prompt_error`
     least_prompt: int = -1  # least size of the largest prompt; -1: by `prompt_error`
-    most: int = maxsize  # largest context, if its worker should decide
+    context_cap: int = maxsize  # largest context, if its worker should decide
     long: bool = False  # budget above `short_limit`
     prefix: tuple[int, ...] = ()  # chained block hashes
     prefix_bytes: int = 0  # body bytes of the prompt
@@ -146,11 +146,11 @@ class RequestInfo:
     def needed_context(self) -> int:
         """Return the context of its largest prompt and one sample.
 
-        Workers clamp output: a missing limit needs one token, and `most` caps a stated one.
+        Workers clamp output: a missing limit needs one token, and `context_cap` caps a stated one.
         """
         output = self.output_tokens
         needs = self.largest_prompt + (self.generates if output is None else output)
-        return min(needs, self.most)
+        return min(needs, self.context_cap)
 
     @property
     def needs_engine(self) -> bool:

@@ -114,7 +114,7 @@ class Sizer:
         """Use a worker's token count, and learn from it."""
         self._learn_prompt(info, self._learning_rates(info), prompt_tokens)
         info.prompt_tokens = info.largest_prompt = info.least_prompt = prompt_tokens
-        info.prompt_error, info.most, info.sure_prompt = 0, maxsize, -1
+        info.prompt_error, info.context_cap, info.sure_prompt = 0, maxsize, -1
         info.counted = True
 
     def learn(self, info: RequestInfo, usage: Usage) -> None:
@@ -199,8 +199,8 @@ def _total_tokens(
     return tokens
 
 
-def shrink_to_fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
-    """Shrink an estimate to `most` if it may fit, so that the largest worker decides.
+def shrink_to_fit(info: RequestInfo, context: int, *, cuts_output: bool) -> None:
+    """Shrink an estimate to `context` if it may fit, so that the largest worker decides.
 
     `cuts_output`: vLLM 0.32 cuts the output limit to the remaining context of at least one token.
     """
@@ -209,12 +209,12 @@ def shrink_to_fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
     least = info.least_prompt
     if least < 0:
         least = info.largest_prompt - info.prompt_error
-    if least + output > most:
+    if least + output > context:
         return
-    if (stated or 0) > most and info.route not in ANY_LIMIT:
+    if (stated or 0) > context and info.route not in ANY_LIMIT:
         return
-    info.most = most
-    over = info.largest_prompt + output - most
+    info.context_cap = context
+    over = info.largest_prompt + output - context
     if over > 0:
         info.largest_prompt -= over
         info.prompt_tokens -= over
@@ -271,18 +271,18 @@ def _read_samples(value: object) -> int:
     return found or 1
 
 
-def _apply_truncation(info: RequestInfo, most: int | None, prompts: int) -> None:
-    """Apply truncation by the worker: to `most` tokens, or to its context."""
+def _apply_truncation(info: RequestInfo, max_tokens: int | None, prompts: int) -> None:
+    """Apply truncation by the worker: to `max_tokens` tokens, or to its context."""
     sure = info.largest_prompt - info.prompt_error
-    info.sure_prompt = sure if most is None else min(sure, most)
-    if most is None:
+    info.sure_prompt = sure if max_tokens is None else min(sure, max_tokens)
+    if max_tokens is None:
         info.prompt_error = info.largest_prompt
         info.least_prompt = 0
     else:
-        info.least_prompt = min(info.least_prompt, most)
-        info.prompt_tokens = min(info.prompt_tokens, most * prompts)
-        info.largest_prompt = min(info.largest_prompt, most)
-        info.prompt_error = min(info.prompt_error, most)
+        info.least_prompt = min(info.least_prompt, max_tokens)
+        info.prompt_tokens = min(info.prompt_tokens, max_tokens * prompts)
+        info.largest_prompt = min(info.largest_prompt, max_tokens)
+        info.prompt_error = min(info.prompt_error, max_tokens)
     info.text_bytes = 0
     info.media = None
     info.countable = False

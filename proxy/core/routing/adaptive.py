@@ -58,7 +58,7 @@ class Adaptive(Rule):
 
     def choose(self, view: View) -> Decision | None:
         info, prefixes, candidates = view.info, view.cached_prefixes, view.candidates
-        if view.pool.longs and is_reserve_kept(view):
+        if view.pool.num_longs and is_reserve_kept(view):
             candidates = [w for w in candidates if not is_reserved(w, view)]
             if not candidates:
                 return None
@@ -98,7 +98,7 @@ class Adaptive(Rule):
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
-        if view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view):
+        if view.pool.num_longs and is_reserve_kept(view) and is_reserved(worker, view):
             return "reserved for long requests"
         offer = view.offer
         if offer is not None and worker.role is DECODE and not offer.may_begin(worker, view):
@@ -191,7 +191,7 @@ def may_await(worker: Worker, view: View) -> bool:
         and not worker.is_barred
         and worker not in view.tried
         and worker.surely_fits(view.info)
-        and not (view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view))
+        and not (view.pool.num_longs and is_reserve_kept(view) and is_reserved(worker, view))
     )
 
 
@@ -249,10 +249,10 @@ def misfit_s(worker: Worker, view: View) -> float:
         if worker.misfit_long < MISFIT_OTHER_POOL:
             return 0.0
         prefill = worker.pace.token_s * info.prompt_tokens
-        return traffic.shorts_per_s(now) / max(view.pool.shorts, 1) * prefill * prefill / 2.0
+        return traffic.shorts_per_s(now) / max(view.pool.num_shorts, 1) * prefill * prefill / 2.0
     if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
-    share = min(traffic.long_share(now) / max(view.pool.longs, 1), 1.0)
+    share = min(traffic.long_share(now) / max(view.pool.num_longs, 1), 1.0)
     return share * info.expected_output * worker.pace.step_s(worker.decoding)
 
 

@@ -137,7 +137,7 @@ def choose_other_decode(
 
 
 def _may_prefill(worker: Worker, info: RequestInfo) -> bool:
-    return info.largest_prompt - info.prompt_error < worker.limit
+    return info.largest_prompt - info.prompt_error < worker.context_limit
 
 
 def consider_handover(decision: Decision, view: View) -> Decision | None:

@@ -93,7 +93,7 @@ class Placer:
     def _charge(self, view: View, decision: Decision, attempts: Attempts, *, free: bool) -> Lease:
         """Charge a request to the chosen workers and to its tenant, and count the decision."""
         info, now, worker = view.info, view.now, decision.worker
-        if view.pool.decodes and self.settings.transfer:
+        if view.pool.num_decodes and self.settings.transfer:
             decision.verdict = handover_cost.handover_verdict(decision, view)
             key = info.model, decision.verdict
             self.handovers[key] = self.handovers.get(key, 0) + 1
@@ -195,12 +195,13 @@ class Placer:
 
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
-        info = view.info
-        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.max_requests:
-            view.cache_waits = self.queue.cache_waits
-            view.first_token_due = (self.settings.admission or NO_TARGETS).due(info, since)
-            longest_s = min(self.queue.longest_wait_s(info), info.deadline - since)
-            view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
+        info, queue = view.info, self.queue
+        if info.pinned or info.rank is BATCH or view.pool.num_decodes or not queue.max_requests:
+            return
+        view.cache_waits = queue.cache_waits
+        view.first_token_due = (self.settings.admission or NO_TARGETS).due(info, since)
+        longest_s = min(queue.longest_wait_s(info), info.deadline - since)
+        view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
     def _has_room_to_wait(self, view: View) -> bool:
         queue, more, wait = self.queue, amounts_of(view.info), view.cache_wait
@@ -242,7 +243,7 @@ class Placer:
         view = candidate_rules.find_candidates(self.roster, info, now, attempts, traffic)
         view.longs_waiting = queue.has_waiting and queue.count_waiting(info.model, long=True) > 0
         pool = view.pool
-        if pool.prefills and pool.decodes and self.settings.transfer and not view.why_whole:
+        if pool.prefills and pool.num_decodes and self.settings.transfer and not view.why_whole:
             view.offer = self._offer_handover(view)
         return view
 
@@ -256,7 +257,7 @@ class Placer:
         if best is None:
             return None
         times, above = self.transfer_times(info.model), settings.disaggregate_above
-        shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
+        shorts = view.traffic.shorts_per_s(now) / pool.num_decodes if above is None else 0.0
         return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
 
     def transfer_times(self, model: str) -> TransferTimes:
@@ -292,7 +293,7 @@ class Placer:
             for w in self.roster.workers_of(info.model)
         )
         if decision is not None:
-            asked = view.pool.decodes and self.settings.transfer
+            asked = view.pool.num_decodes and self.settings.transfer
             verdict = handover_cost.handover_verdict(decision, view) if asked else ""
             turn = candidate_rules.turn_of(view, decision.worker) if info.session else ""
             return replace(decision, scores=scores, verdict=verdict, turn=turn)

@@ -212,7 +212,7 @@ def own_pool_is_left(view: View) -> bool:
 
 def _untried_of_own_pool(view: View) -> Iterator[Worker]:
     info, pool = view.info, view.pool
-    fitting = {group.limit for group in pool.groups_for(info)}
+    fitting = {group.context_limit for group in pool.groups_for(info)}
     for worker in pool.for_longs if info.long else pool.for_shorts:
-        if worker.limit in fitting and worker not in view.tried:
+        if worker.context_limit in fitting and worker not in view.tried:
             yield worker

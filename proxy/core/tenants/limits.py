@@ -54,7 +54,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class LimitExceeded:
     limit: Limit
-    most: int
+    allowed: int
     retry_after_s: float | None = None  # None: never
     requests: BucketState | None = None
     tokens: BucketState | None = None

@@ -134,7 +134,7 @@ class SharedLoad:
         """Write a worker at the end of this turn; write an additional request at once."""
         if self._reading:
             return
-        if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
+        if worker.request_limit != NO_LIMIT and (row := self._rows.get(worker)) is not None:
             own = worker.requests - worker.remote_load.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
@@ -247,10 +247,10 @@ class SharedLoad:
         requests = worker.requests - worker.remote_load.requests
         for peer in self.peers:
             requests += peer.sheet.read_requests(row)
-        if requests < worker.most:
+        if requests < worker.request_limit:
             return False
         self._read_rows([row], now)
-        return worker.requests >= worker.most
+        return worker.requests >= worker.request_limit
 
     def _read_reservations(self) -> None:
         self._reservations = self.table.reservation_changes

@@ -402,7 +402,9 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.kv_coming == sum(lease.kv_coming for lease in charged)
             assert worker.sequences == sum(lease.info.samples for lease in charged if lease.sent)
             assert worker.decoding <= sum(lease.info.samples for lease in charged)
-            assert worker.shut == (worker.is_full or worker.is_barred), "the flag that pools read"
+            assert worker.unavailable == (worker.is_full or worker.is_barred), (
+                "the flag that pools read"
+            )
 
     @invariant()
     def released_lease_has_released_its_prefill(self) -> None:

@@ -31,7 +31,9 @@ class Peers:
         if worker is not self.fills:
             return False
         self.fills = None
-        self.fleet.health.apply_remote_load(worker, WorkerLoad(requests=worker.most), 0.0, now)
+        self.fleet.health.apply_remote_load(
+            worker, WorkerLoad(requests=worker.request_limit), 0.0, now
+        )
         return True
 
 

@@ -220,7 +220,7 @@ def test_limit_check_reads_one_number_per_process(
     assert a.requests == 0
     assert group.shared_loads[3].is_filled_by_others(a, group.now)
     assert a.requests == 6
-    assert group.worker(3, "a").shut
+    assert group.worker(3, "a").unavailable
 
 
 @pytest.mark.parametrize("size", [2, 4])
