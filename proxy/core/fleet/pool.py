@@ -58,7 +58,7 @@ class Pool:
         self,
         info: RequestInfo,
         now: float,
-        resting: Collection[Worker],
+        ejected: Collection[Worker],
         holders: Collection[Worker],
     ) -> list[Worker]:
         fits_all = info.needed_context + info.prompt_error <= self.smallest_context
@@ -68,9 +68,9 @@ class Pool:
         else:
             groups = self.groups_for(info)
             found = [worker for group in groups for worker in group.candidates()]
-        if not resting and not holders:
+        if not ejected and not holders:
             return found
-        for worker in (*resting, *holders):
+        for worker in (*ejected, *holders):
             if (
                 worker in self.members
                 and worker.accepts(now)

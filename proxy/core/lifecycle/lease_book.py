@@ -45,7 +45,7 @@ class LeaseBook:
         if handover is not None and handover.tokens and lease.info.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
-            times = self._placer.transfer_times(lease.info.model)
+            times = self._placer.transfer_times[lease.info.model]
             times.learn(handover.prefill.name, lease.worker.name, handover.tokens, seconds)
 
     def end_prefill(self, lease: Lease, now: float, usage: Usage | None) -> None:

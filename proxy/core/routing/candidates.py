@@ -39,7 +39,7 @@ def find_candidates(
     if info.pinned:
         found = _pinned_worker(roster, info, now)
     else:
-        found = pool.available_workers(info, now, roster.ejections.resting, holders)
+        found = pool.available_workers(info, now, roster.ejections.ejected, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if attempts.paused:

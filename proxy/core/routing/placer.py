@@ -47,7 +47,7 @@ class Placer:
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
         self.handovers: dict[tuple[str, str], int] = {}  # by model and verdict
-        self.transfers: dict[str, TransferTimes] = defaultdict(TransferTimes)  # by model
+        self.transfer_times: dict[str, TransferTimes] = defaultdict(TransferTimes)  # by model
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.links = KvLinks()
         self.rule = rule(settings.policy)
@@ -153,7 +153,7 @@ class Placer:
         A rule might never choose the worker: for example, others have its requests' caches.
         """
         info, now, settings = view.info, view.now, self.settings
-        if not self.roster.ejections.resting or len(view.candidates) < 2:
+        if not self.roster.ejections.ejected or len(view.candidates) < 2:
             return None
         worker = candidate_rules.find_due_trial(view.candidates, view.cached_prefixes, now)
         if worker is None or info.deadline < inf or not info.needs_engine:
@@ -252,16 +252,13 @@ class Placer:
         pool, links, settings = view.pool, self.links, self.settings
         if tried and len(tried) >= settings.max_attempts - 1:
             return None  # the last attempt uses one worker: the best chance
-        tries = not tried and bool(self.roster.ejections.resting)
+        tries = not tried and bool(self.roster.ejections.ejected)
         best = handover_cost.choose_prefill(pool, info, now, prefixes, tried, links, tries=tries)
         if best is None:
             return None
-        times, above = self.transfer_times(info.model), settings.disaggregate_above
+        times, above = self.transfer_times[info.model], settings.disaggregate_above
         shorts = view.traffic.shorts_per_s(now) / pool.num_decodes if above is None else 0.0
         return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
-
-    def transfer_times(self, model: str) -> TransferTimes:
-        return self.transfers[model]
 
     def record_traffic(self, info: RequestInfo, now: float) -> None:
         if not info.needs_engine:

@@ -414,7 +414,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def resting_workers_have_open_breakers(self) -> None:
-        assert self.fleet.roster.ejections.resting == {
+        assert self.fleet.roster.ejections.ejected == {
             w for w in self.fleet.roster if not w.breaker.closed
         }
 

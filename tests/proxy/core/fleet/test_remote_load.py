@@ -87,7 +87,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
         remote.fleet.health.record_failure(remote_worker, 5.0)
     local.fleet.health.take_breaker(local_worker, remote_worker.breaker.snapshot())
     assert not local_worker.breaker.closed
-    assert local_worker in local.fleet.roster.ejections.resting
+    assert local_worker in local.fleet.roster.ejections.ejected
     assert not local_worker.accepts(5.1)
     lease = placed(local.submit(make_info(), 6.0))  # the trial
     assert lease.trial
@@ -96,7 +96,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
     local.leases.record_first_token(lease, 6.1)
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
     assert remote_worker.breaker.has_no_failures
-    assert remote_worker not in remote.fleet.roster.ejections.resting
+    assert remote_worker not in remote.fleet.roster.ejections.ejected
     assert remote_worker.accepts(6.1)
 
 

@@ -203,7 +203,7 @@ def test_long_slot_wait_ends_in_one_handover_at_a_time(rule: str) -> None:
 def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     router = make_router()
     decoding_handovers(router, 4)
-    before = router.placer.transfer_times("m").all.seen
+    before = router.placer.transfer_times["m"].all.seen
     pace = worker_of(router, "d0").pace
     short = placed(router.submit(make_info(1), 0.0))
     assert short.prefill is None
@@ -214,7 +214,7 @@ def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     router.leases.record_first_token(short, 9.0)
     router.leases.record_first_token(long, 9.0)
     assert (pace.token_s, pace.fixed_s) == learned
-    assert router.placer.transfer_times("m").all.seen == before
+    assert router.placer.transfer_times["m"].all.seen == before
     set_page(router, 10.0, 4)
     short = placed(router.submit(make_info(1), 10.0))
     router.leases.record_first_token(short, 10.5)

@@ -372,7 +372,7 @@ def test_legs_teach_prefill_pace_and_transfer_time() -> None:
         router.leases.finish(lease, now + 3.0, Outcome.DONE, Usage(2000, 50))
     prefill, decode = worker_of(router, "p0"), worker_of(router, "d0")
     assert prefill.pace.first_token_s(2000) == pytest.approx(0.8, rel=0.1)
-    assert router.placer.transfer_times(MODEL).all.seconds(2000) == pytest.approx(0.3, rel=0.1)
+    assert router.placer.transfer_times[MODEL].all.seconds(2000) == pytest.approx(0.3, rel=0.1)
     assert decode.pace.prefills == 0  # no prefill ran on it
     lease = placed(router.submit(make_info(2000, 50), 999.0))
     assert present(lease.decision.handover).transfer_s == pytest.approx(0.3, rel=0.1)
@@ -461,7 +461,7 @@ def test_no_handover_if_the_transfer_outlasts_the_blocks(above: int | None) -> N
     router = make_router(disaggregate_above=above, transfer_within_s=24.0)
     place_decoding(router, count=1)
     for _ in range(50):
-        router.placer.transfer_times(MODEL).all.learn(LONG, 30.0)
+        router.placer.transfer_times[MODEL].all.learn(LONG, 30.0)
     assert placed(router.submit(make_info(LONG), 0.0)).prefill is None
     assert placed(router.submit(make_info(LONG // 2), 0.0)).prefill is not None or above is None
 
@@ -520,7 +520,7 @@ def test_transfer_time_is_learnt_per_pair() -> None:
     router = make_router(decodes=2, disaggregate_above=None)
     place_decoding(router, "d0", 1)
     place_decoding(router, "d1", 1)
-    times = router.placer.transfer_times(MODEL)
+    times = router.placer.transfer_times[MODEL]
     for _ in range(20):
         times.learn("p0", "d0", LONG, 30.0)
         times.learn("p0", "d1", LONG, 0.01)

@@ -101,7 +101,7 @@ async def test_prompt_prefilled_twice_counts_as_no_transfer(here: Pairs, stream:
     await here.settled()
     assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
     assert here.site.metrics.handovers.tokens == {}
-    assert here.site.router.placer.transfer_times("tiny").all.seen == 0
+    assert here.site.router.placer.transfer_times["tiny"].all.seen == 0
     if not stream:  # the share of the prefill is unknown
         assert here.site.worker("d0").pace.steps == before
 
