@@ -82,15 +82,23 @@ class Sizer:
     ) -> RequestInfo:
         learned = self.learned(model, route.name, tenant)
         extent = measure(route.shape, body, learned.media.tokens)
-        prompt, error, largest, least = _prompt_size(route, extent, learned)
+        text, tokens, tools = extent.text, extent.tokens, extent.tools
+        prompt = largest = _total_tokens(learned, text - tools, tokens, tools, extent.prompts)
+        if extent.largest_text >= 0:
+            text, tokens = extent.largest_text, extent.largest_tokens
+            largest = _total_tokens(learned, text, tokens)
+        error = min(_prompt_error(extent, learned, text), largest)
         output, samples = _read_output_limit(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
         info = RequestInfo(
             request_id, route.name, model, body_bytes, prompt, error, largest, output
         )
-        info.least_prompt = least
+        least = _least_text_tokens(learned, text - tools)  # templates may omit tools
+        # Template and image tokens are guesses.
+        is_guess = extent.guessed or route.shape in TEMPLATED
+        info.least_prompt = least if is_guess else least + tokens
         info.samples, info.prompts = samples * extent.prompts, extent.prompts
-        info.text_bytes, info.tool_bytes = extent.text, extent.tools
+        info.text_bytes, info.tool_bytes = extent.text, tools
         info.extra_tokens = extent.tokens
         info.counted = not (extent.text or extent.guessed)
         info.countable = extent.plain and route.countable
@@ -145,23 +153,15 @@ class Sizer:
             own.learn_prompt(text, tokens, tools, info.prompts)
 
 
-def _prompt_size(
-    route: Route, extent: PromptExtent, learned: LearnedSizes
-) -> tuple[int, int, int, int]:
-    """Return the tokens of all prompts, and of the largest prompt: error, tokens, least tokens."""
-    text, tokens, tools = extent.text, extent.tokens, extent.tools
-    prompt = largest = _total_tokens(learned, text - tools, tokens, tools, extent.prompts)
-    if extent.largest_text >= 0:
-        text, tokens = extent.largest_text, extent.largest_tokens
-        largest = _total_tokens(learned, text, tokens)
-    error = int(learned.error(text - tools, tools)) if text else 0
-    if extent.guessed:
-        error += _guess_error(extent, learned)
+def _prompt_error(extent: PromptExtent, learned: LearnedSizes, text: int) -> int:
+    """Return the possible error of the largest prompt, which has `text` bytes of text."""
+    error = int(learned.error(text - extent.tools, extent.tools)) if text else 0
+    return error + _guess_error(extent, learned) if extent.guessed else error
+
+
+def _least_text_tokens(learned: LearnedSizes, text: int) -> int:
     longest_token = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learned.bytes_per_token)
-    least = int((text - tools) / longest_token)  # templates may omit tools
-    if not extent.guessed and route.shape not in TEMPLATED:
-        least += tokens  # template and image tokens are guesses
-    return prompt, min(error, largest), largest, least
+    return int(text / longest_token)
 
 
 def _learn_output(info: RequestInfo, own: LearnedSizes, tokens: int) -> None:
