@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
+from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
@@ -30,7 +31,6 @@ from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.shared.worker_marks import WorkerMarks
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.breaker import BreakerSnapshot
     from proxy.core.fleet.charges import Fleet
     from proxy.core.fleet.worker import Worker
 
@@ -40,7 +40,7 @@ REMOTE_INTERVAL_S = 0.008
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
-NEW_BREAKER: BreakerSnapshot = (True, False, 0.0, 0, 0, 0.0, "")
+NEW_BREAKER = BreakerSnapshot()
 
 
 class LoadPeer:
