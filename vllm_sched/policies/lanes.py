@@ -26,7 +26,9 @@ from vllm_sched.policies.service_classes.running import RunningLanes
 from vllm_sched.policies.service_classes.shares import NO_LIMIT, StepShares
 from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
+    BEFORE_FIRST_STEP,
     FIRST_CLASS,
+    NO_REQUESTS,
     EngineFacts,
     Gate,
     LaneCount,
@@ -41,7 +43,6 @@ LANE_PLACES: Final = {lane: FIRST_CLASS + place for place, lane in enumerate(LAN
 # Ranks before all lanes; TURN is an urgent request's turn between overdue requests.
 OVERDUE: Final = -1.0
 URGENT_TURN: Final = -2.0
-NO_REQUESTS: Final = LaneCount()
 
 
 class LanesSettings(Settings):
@@ -95,7 +96,7 @@ class Lanes(Policy):
         self._others_seen_at = -math.inf  # last time that urgent or normal requests were present
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
+        self._step = BEFORE_FIRST_STEP
         self._lane_counts: Mapping[str, LaneCount] = {}
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0

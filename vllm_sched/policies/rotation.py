@@ -20,6 +20,7 @@ from pydantic import Field
 from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.types import (
     FIRST_CLASS,
+    NO_REQUESTS,
     Gate,
     LaneCount,
     Policy,
@@ -71,7 +72,7 @@ class Rotation(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._last_chunk_at = {r.request_id: min(self.rank(r), step.now) for r in step.prefills}
         self._computed_before = {r.request_id: r.num_computed_tokens for r in step.prefills}
-        self._step, self._waiting, self._tokens_left = step, lanes.get("", LaneCount()), None
+        self._step, self._waiting, self._tokens_left = step, lanes.get("", NO_REQUESTS), None
         self._kv_needed = [
             (step.class_of(r), (1 - r.num_computed_tokens / r.num_tokens) * self.facts.kv_share(r))
             for r in step.prefills

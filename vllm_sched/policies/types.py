@@ -81,6 +81,9 @@ class LaneCount:
         return max(self.num_startable - self.num_held, 0)
 
 
+NO_REQUESTS: Final = LaneCount()
+
+
 def no_request() -> None:
     """Return None: no request can enter."""
 
@@ -144,6 +147,9 @@ class Step:
     def tokens_left(self, request: RequestView) -> int:
         """Return the tokens to compute of a prompt in prefill or of a newcomer."""
         return request.num_tokens - (request.num_computed_tokens or self.cached_tokens_of(request))
+
+
+BEFORE_FIRST_STEP: Final = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
 
 
 @dataclass(frozen=True)

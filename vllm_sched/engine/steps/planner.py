@@ -52,7 +52,7 @@ class StepPlanner:
             self._blocks = BlockChunks(
                 scheduler.cache_config.block_size, scheduler._mamba_block_aligned_split
             )
-        self._departed = 0  # requests that released KV blocks since the last step
+        self._num_departed = 0  # requests that released KV blocks since the last step
         self._last_was_empty = False  # although requests wait
         self.hooks = PolicyHooks.from_policies(policies)
         self.classes = ServiceClasses(policies)
@@ -94,7 +94,7 @@ class StepPlanner:
             num_waiting=len(scheduler.waiting),
             num_holding_kv=len(scheduler.kv_holding_waiting),
             kv_free=kv_free,
-            num_departed=self._departed,
+            num_departed=self._num_departed,
             clock_offset=now - wall_now,
             paused_s=self._pauses.seconds(now),
             paused_steps=self._pauses.steps,
@@ -105,7 +105,7 @@ class StepPlanner:
             loaded_requests=self._loaded_requests,
             cached_tokens_of=self.prefixes.recent_cached_tokens,
         )
-        self._departed = 0
+        self._num_departed = 0
         counts = self.admission.queue.lane_counts.by_policy
         for policy, counts_of_lanes in zip(self._policies, counts, strict=True):
             policy.begin_step(step, counts_of_lanes)
@@ -164,7 +164,7 @@ class StepPlanner:
         return [r for r in self._loading_requests() if r.request_id in received] if received else []
 
     def record_departure(self, request: Request, now: float) -> None:
-        self._departed += request.num_computed_tokens > 0
+        self._num_departed += request.num_computed_tokens > 0
         self.classes.forget(request)
         if self.admission.lora_slots is not None:
             self.admission.lora_slots.record_departure(request)
