@@ -49,7 +49,7 @@ class FakeRules:
     def open_adapters(self) -> None:
         return None
 
-    def compiles_grammar(self, _: Request) -> bool:
+    def awaits_grammar(self, _: Request) -> bool:
         return False
 
     def blocks_read(self) -> int:

@@ -79,7 +79,7 @@ class StepBudget:
         room = max(tokens - step.decode_tokens, 0 if plan.decode_is_last else 1)
         # Some KV may not have arrived: prefills get at least half.
         left = room - min(holding, room // 2)
-        return left if self._blocks is None else max(left, min(self._blocks.block, room))
+        return left if self._blocks is None else max(left, min(self._blocks.block_tokens, room))
 
     def _least_with_chunk(self, step: Step, needed: int, blocks: BlockChunks) -> int:
         """Return the least budget in which the first prompt gets a chunk."""
@@ -90,9 +90,9 @@ class StepBudget:
         if (head := self._admission.next_to_enter()) is not None:
             least.append(blocks.tokens_to_boundary(head, self._prefixes.cached_tokens(head)))
         elif step.num_waiting:  # a request behind may enter
-            least.append(blocks.block)
+            least.append(blocks.block_tokens)
         # With less than a block, vLLM lets chunks end anywhere.
-        return max(needed + max(least, default=0), blocks.block)
+        return max(needed + max(least, default=0), blocks.block_tokens)
 
     def _limit_with_image(self, step: Step, wanted: int) -> StepLimit:
         """Return a limit in which the next image fits.
