@@ -359,10 +359,10 @@ def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:
 
     No worker checks that limit.
     """
-    most = tenant.spec.limits.max_prompt_tokens
-    if most is None or info.body_bytes > MAX_JUDGED_BYTES:
+    limit = tenant.spec.limits.max_prompt_tokens
+    if limit is None or info.body_bytes > MAX_JUDGED_BYTES:
         return False
-    return info.least_prompt <= most < info.min_prompt_size
+    return info.least_prompt <= limit < info.min_prompt_size
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:

@@ -293,7 +293,7 @@ def is_reserved(worker: Worker, view: View) -> bool:
         return False
     if view.longs_waiting:
         return True
-    most = worker.max_requests
-    if most is not None and worker.requests + 1 > most - max(int(most * RESERVED_SHARE), 1):
+    limit = worker.max_requests
+    if limit is not None and worker.requests + 1 > limit - max(int(limit * RESERVED_SHARE), 1):
         return True
     return worker.gauges is not None and worker.gauges.kv_usage > 1.0 - RESERVED_SHARE

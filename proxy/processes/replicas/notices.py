@@ -86,7 +86,7 @@ class Notices:
         _keep(self._drains, message.name, state, MAX_DRAINS)
 
 
-def _keep(known: dict[str, Value], name: str, value: Value, most: int) -> None:
+def _keep(known: dict[str, Value], name: str, value: Value, limit: int) -> None:
     known[name] = value
-    if len(known) > most:
+    if len(known) > limit:
         del known[next(iter(known))]
