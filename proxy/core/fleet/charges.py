@@ -45,13 +45,14 @@ class Fleet:
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
         lease = Lease(
-            info, attempts, decision, worker, now, prefill, decode, info.prompt_tokens + decode
-        )
+            info, attempts, decision, worker, now, prefill_tokens=prefill, decode_tokens=decode,
+            kv_tokens=info.prompt_tokens + decode,
+        )  # fmt: skip
         self._charge_prefill(lease, now)
         pace = worker.pace
         if info.generates and not info.stream:
             wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
+            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.last_used, lease))
         self.roster.load_changed(worker)
         return lease
 
@@ -68,7 +69,7 @@ class Fleet:
                 lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
             lease.ahead_tokens = ahead
-        worker.served = next(self.roster.numbers)
+        worker.last_used = next(self.roster.numbers)
         worker.requests += 1
         worker.placed += 1
         worker.sequences += info.samples
@@ -101,14 +102,20 @@ class Fleet:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = info.prompt_tokens - cached or 1
-        prefill_leg = Lease(info, attempts, decision, first, now, prefill, 0, info.prompt_tokens)
+        prefill_leg = Lease(
+            info, attempts, decision, first, now, prefill_tokens=prefill, decode_tokens=0,
+            kv_tokens=info.prompt_tokens,
+        )  # fmt: skip
         self._charge_prefill(prefill_leg, now)
         self.roster.load_changed(first)
         worker = decision.worker
         decode = info.expected_output * info.samples
-        lease = Lease(info, attempts, decision, worker, now, 0, decode, info.prompt_tokens + decode)
+        lease = Lease(
+            info, attempts, decision, worker, now, prefill_tokens=0, decode_tokens=decode,
+            kv_tokens=info.prompt_tokens + decode,
+        )  # fmt: skip
         lease.prefill, lease.sent = prefill_leg, False
-        worker.served = next(self.roster.numbers)
+        worker.last_used = next(self.roster.numbers)
         worker.requests += 1
         worker.decode_tokens += decode
         kv_usage.charge(lease, now, together=False)
@@ -123,8 +130,8 @@ class Fleet:
             return
         worker = prefill_leg.worker
         worker.note_progress(now)
-        if now >= worker.pace.first_due:
-            worker.pace.learn_length(prefill_leg.info.prompt_tokens)
+        if now >= worker.pace.first_token_learnable_at:
+            worker.pace.learn_handover_tokens(prefill_leg.info.prompt_tokens)
             self._learn_first_token(prefill_leg, handover.cached_tokens, now)
         if handover.tokens:
             lease.pins = True
@@ -161,7 +168,7 @@ class Fleet:
             owner.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         kv_usage.release(lease)
-        worker.served = next(self.roster.numbers)
+        worker.last_used = next(self.roster.numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
         kv_usage.charge(lease, now, together=False)
@@ -221,10 +228,10 @@ class Fleet:
                 self.roster.load_changed(lease.worker)
             return
         info, worker = lease.info, lease.worker
+        is_seen = info.stream or not info.generates
+        may_learn = is_seen and now >= worker.pace.first_token_learnable_at
         # The time may include a wait for a slot.
-        may_have_waited = worker.role is Role.DECODE and worker.queued_before
-        shows_first_token = info.stream or not info.generates
-        if now >= worker.pace.first_due and shows_first_token and not may_have_waited:
+        if may_learn and not (worker.role is Role.DECODE and worker.queued_before):
             self._learn_first_token(lease, lease.decision.cached_tokens, now)
         self._end_prefill(lease, now)
 

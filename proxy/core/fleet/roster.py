@@ -144,7 +144,7 @@ class Roster:
     def _create_worker(self, spec: WorkerSpec, index: int) -> Worker:
         worker = Worker(spec, index)
         worker.awaited_since = self.clock()
-        worker.served = next(self.numbers)
+        worker.last_used = next(self.numbers)
         self._workers[spec.name] = self.by_index[index] = worker
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
             before.successor = worker

@@ -85,10 +85,10 @@ class Worker:
     decode_tokens: int = 0  # output to come
     kv_tokens: int = 0  # cached or promised
     kv_coming: int = 0  # before the first token
-    kv_spare: int = 0  # charged but not held; negative: held but not charged
-    kv_more: int = 0  # beyond the charges
+    kv_overcharged: int = 0  # charged but not held; negative: held but not charged
+    kv_uncharged: int = 0  # beyond the charges
     running_prefixes: PrefixTree = field(default_factory=PrefixTree)  # prefixes of its requests
-    kv_apart: float = 0.0  # learned share of prefixes that is not shared
+    kv_unshared: float = 0.0  # learned share of prefixes that is not shared
     pinned: int = 0  # hand-overs not fetched yet
     decoding: int = 0  # after the first token
     written: int = 0  # to its cache, total
@@ -105,7 +105,7 @@ class Worker:
     output_price: float = field(init=False)
     cached_price: float = field(init=False)
 
-    served: int = 0  # order of its last request
+    last_used: int = 0  # number of its last request
     unavailable: bool = False  # full or barred
     ranked_in: tuple[Group, ...] = ()
     key: float = 0.0  # sort key in groups
@@ -197,7 +197,7 @@ class Worker:
 
     @property
     def kv_held(self) -> int:
-        return max(self.kv_tokens - self.kv_spare, self.kv_coming)
+        return max(self.kv_tokens - self.kv_overcharged, self.kv_coming)
 
     @property
     def is_barred(self) -> bool:

@@ -98,7 +98,7 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
         return
     if lease.prefill is not None:  # successful transfers teach
         return
-    if now < pace.first_due:  # many clients leave at once
+    if now < pace.first_token_learnable_at:  # many clients leave at once
         return
     seconds = now - lease.charged_at
     tokens = lease.ahead_tokens + info.prompt_tokens - cached

@@ -110,7 +110,7 @@ class LeaseBook:
 
     def may_learn(self, lease: Lease, now: float) -> bool:
         """Return whether sizes may be learned from its usage."""
-        return now >= lease.worker.pace.end_due
+        return now >= lease.worker.pace.steps_learnable_at
 
     def wants_usage(self, lease: Lease, now: float) -> bool:
         return lease.info.tenant is not None or self.may_learn(lease, now)

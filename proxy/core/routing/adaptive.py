@@ -47,8 +47,8 @@ MAX_CACHE_WAIT = 4.0  # times what the cache saves; chosen with `benchmarks.agen
 # A typical request, to sort the workers of a large group.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
 PREFIX = Reason.PREFIX
-SUITS_SHORT = attrgetter("misfit_short", "requests", "served")
-SUITS_LONG = attrgetter("misfit_long", "requests", "served")
+SUITS_SHORT = attrgetter("misfit_short", "requests", "last_used")
+SUITS_LONG = attrgetter("misfit_long", "requests", "last_used")
 
 
 class Adaptive(Rule):
@@ -264,7 +264,7 @@ def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
     capacity = worker.kv_capacity
     room = KV_FULL * capacity - need
     # `kv_held` inlined: this runs for every candidate.
-    if not capacity or worker.kv_tokens - worker.kv_spare <= room >= worker.kv_coming:
+    if not capacity or worker.kv_tokens - worker.kv_overcharged <= room >= worker.kv_coming:
         return 0.0
     held = worker.kv_held
     if held <= 0:

@@ -92,7 +92,10 @@ def choose_prefill(
             failed.append(worker)
         cached = worker.cached_tokens(prefixes)
         seconds = worker.ttft_s(info, now, cached)
-        if best is not None and (seconds, worker.served) >= (best.prefill_s, best.worker.served):
+        if best is not None and (seconds, worker.last_used) >= (
+            best.prefill_s,
+            best.worker.last_used,
+        ):
             continue
         if links.can_reach(worker, pool.all, now):
             best = PrefillChoice(worker, seconds, cached)
@@ -122,7 +125,7 @@ def choose_other_decode(
     if prefill_leg is None or handover is None:
         return None
     found = [
-        (wait_s, worker.requests, worker.served, worker)
+        (wait_s, worker.requests, worker.last_used, worker)
         for worker in workers
         if worker.role is DECODE
         and worker is not lease.worker

@@ -93,8 +93,8 @@ class HandoverOffer:
         """
         tokens, here, there = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
         token_s = here.token_s
-        if there.length and there.token_s > token_s:
-            token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
+        if there.handover_tokens and there.token_s > token_s:
+            token_s += (there.token_s - token_s) * min(tokens / there.handover_tokens, 1.0)
         prefill_s = token_s * tokens
         lost_s = max(prefill_s - here.step_s(worker.decoding), PREFILL_STALL_SHARE * prefill_s)
         others_s = lost_s * (worker.decoding + worker.foreign_requests)

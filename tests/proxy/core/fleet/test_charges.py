@@ -156,7 +156,7 @@ def test_first_token_restarts_the_time_of_the_remaining_prefills(
     fleet: Fleet, worker: Worker
 ) -> None:
     worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.0
-    worker.pace.first_due = inf  # this prefill must teach nothing
+    worker.pace.first_token_learnable_at = inf  # this prefill must teach nothing
     first = charge(fleet, make_info(1000))
     charge(fleet, make_info(1000), 0.5)
     assert worker.wait_s(4.0, for_long=False) == pytest.approx(0.4 + 3.0)

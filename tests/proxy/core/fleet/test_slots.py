@@ -111,7 +111,7 @@ def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     """Requests of other routers or longer answers than expected."""
     router = make_router(policy=rule)
     decoding_handovers(router, 1)
-    assert set_page(router, 1.0, 1, usage=0.8, cache=SMALL_CACHE).kv_more == 80_000 - LONG - 50
+    assert set_page(router, 1.0, 1, usage=0.8, cache=SMALL_CACHE).kv_uncharged == 80_000 - LONG - 50
     assert placed(router.submit(make_info(1000), 1.0)).prefill is not None  # it fits
     ticket = waits(router.submit(make_info(20_000), 1.0))
     assert worker_of(router, "p0").requests == 1

@@ -145,7 +145,7 @@ def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
     assert (
         placed(router.submit(make_info(LONG), 0.0)).prefill is None
     )  # the length is not learned yet
-    first.learn_length(LONG)
+    first.learn_handover_tokens(LONG)
     assert placed(router.submit(make_info(LONG), 0.0)).prefill is not None
     assert placed(router.submit(make_info(100), 0.0)).prefill is None
 
@@ -156,8 +156,8 @@ def test_prompt_length_is_learnt_for_prefill_workers() -> None:
         lease = placed(router.submit(make_info(size), 0.0))
         router.leases.end_prefill(lease, 1.0, None)
         router.leases.finish(lease, 2.0, Outcome.DONE)
-    assert worker_of(router, "p0").pace.length == pytest.approx(11_000)
-    assert worker_of(router, "d0").pace.length == 0.0
+    assert worker_of(router, "p0").pace.handover_tokens == pytest.approx(11_000)
+    assert worker_of(router, "d0").pace.handover_tokens == 0.0
 
 
 def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
@@ -393,7 +393,7 @@ def test_end_without_a_stream_teaches_the_decode_step_time() -> None:
             router.leases.finish(lease, now, Outcome.DONE)
         now += 10.0
     assert pace.step_s(0.5) == pytest.approx(0.03, rel=0.15)
-    assert pace.end_due > now - 10.0  # not every end teaches
+    assert pace.steps_learnable_at > now - 10.0  # not every end teaches
 
 
 def test_cached_tokens_of_a_handover_count_for_the_prefill_worker() -> None:
