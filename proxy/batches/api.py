@@ -97,8 +97,6 @@ class BatchApi:
 
 
 class BatchApiRequest:
-    """One API request."""
-
     def __init__(self, api: BatchApi, client: Client, request: Request) -> None:
         self._api = api
         self._client = client

@@ -22,20 +22,16 @@ Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
-    def breaker_opened(self, worker: Worker, now: float) -> None:
-        """Note an opened breaker."""
+    def breaker_opened(self, worker: Worker, now: float) -> None: ...
 
-    def breaker_closed(self, worker: Worker) -> None:
-        """Note a closed breaker."""
+    def breaker_closed(self, worker: Worker) -> None: ...
 
-    def worker_removed(self, worker: Worker) -> None:
-        """Note a removed worker."""
+    def worker_removed(self, worker: Worker) -> None: ...
 
     def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:
         """Note that a pool panics: `failed` of `live` workers are ejected."""
 
-    def panic_ended(self, key: Key, live: int, failed: int) -> None:
-        """Note the end of a panic."""
+    def panic_ended(self, key: Key, live: int, failed: int) -> None: ...
 
 
 def key_of(worker: Worker) -> Key:

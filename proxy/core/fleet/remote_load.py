@@ -21,8 +21,7 @@ class RemoteLoad(Protocol):
     def read_remote_charges(self, now: float) -> None:
         """Apply their charges to the workers."""
 
-    def publish_soon(self, worker: Worker) -> None:
-        """Publish a worker's change soon."""
+    def publish_soon(self, worker: Worker) -> None: ...
 
     def is_filled_by_others(self, worker: Worker, now: float) -> bool:
         """Return whether remote charges fill a chosen worker; then apply them."""

@@ -42,25 +42,11 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a client."""
-
     __slots__ = (
-        "_ahead",
-        "_arrival",
-        "_closing",
-        "_exchange",
-        "_final_refusal",
-        "_leaving",
-        "_reader",
-        "_reading_paused",
-        "_taking",
-        "_transport",
-        "_waits_for",
-        "_wire",
-        "deadline",
-        "writable",
+        "_ahead", "_arrival", "_closing", "_exchange", "_final_refusal", "_leaving", "_reader",
+        "_reading_paused", "_taking", "_transport", "_waits_for", "_wire", "deadline", "writable",
         "write",
-    )
+    )  # fmt: skip
 
     def __init__(self, wire: WireContext) -> None:
         self.deadline = inf

@@ -56,8 +56,6 @@ NOT_CONTINUED = "not_continued"
 
 
 class Exchange(AttemptOwner):
-    """One request and its response."""
-
     def __init__(
         self,
         wire: WireContext,

@@ -27,25 +27,10 @@ class RequestRecord:
     """The times and the outcome of one request."""
 
     __slots__ = (
-        "_gaps",
-        "decision",
-        "first_token_at",
-        "info",
-        "last_token_at",
-        "left_workers",
-        "number",
-        "opening",
-        "placed_at",
-        "prefilled_at",
-        "prompt",
-        "queue_s",
-        "request",
-        "sent_bytes",
-        "started",
-        "ticks",
-        "tokens",
-        "unread_id",
-    )
+        "_gaps", "decision", "first_token_at", "info", "last_token_at", "left_workers", "number",
+        "opening", "placed_at", "prefilled_at", "prompt", "queue_s", "request", "sent_bytes",
+        "started", "ticks", "tokens", "unread_id",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.request: Request | None = None

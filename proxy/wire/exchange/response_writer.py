@@ -39,24 +39,10 @@ ENDS_WITH_DONE = route_names(lambda route: route.ends_with_done)
 
 
 class ResponseWriter:
-    """The response to one request."""
-
     __slots__ = (
-        "_cached",
-        "_chunked",
-        "_head",
-        "_held",
-        "_hides",
-        "_stream",
-        "_tail",
-        "_until_close",
-        "has_begun",
-        "holds_opening",
-        "keep_alive",
-        "output_in_prompt",
-        "status",
-        "tokens",
-    )
+        "_cached", "_chunked", "_head", "_held", "_hides", "_stream", "_tail", "_until_close",
+        "has_begun", "holds_opening", "keep_alive", "output_in_prompt", "status", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,

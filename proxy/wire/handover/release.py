@@ -91,7 +91,7 @@ class BlockRelease:
 
     def _end_release(self, how: str) -> None:
         self._wire.remove_release(self)
-        self._wire.metrics.count_handover_end(how)
+        self._wire.metrics.handovers.count_end(how)
 
 
 class AbandonedPrefill:
@@ -114,13 +114,10 @@ class AbandonedPrefill:
         self._leg.owner = self
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        connector = self._wire.connector
-        taken = (
-            PrefillResult()
-            if connector is None
-            else connector.taken(self._pair, parse_fields(answer))
-        )
-        release_blocks(self._wire, now, self._decode, taken, self._authorization)
+        result, connector = PrefillResult(), self._wire.connector
+        if connector is not None:
+            result = connector.valid_result(self._pair, parse_fields(answer))
+        release_blocks(self._wire, now, self._decode, result, self._authorization)
         self._wire.remove_release(self)
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
@@ -134,7 +131,7 @@ class AbandonedPrefill:
     def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
-            self._wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
+            self._wire.metrics.handovers.count_end(LEFT_TO_EXPIRE)
         self._wire.remove_release(self)
 
     def expire(self, now: float) -> None:  # noqa: ARG002
@@ -170,16 +167,16 @@ def release_blocks(
     wire: WireContext,
     now: float,
     decode: Worker,
-    taken: PrefillResult,
+    result: PrefillResult,
     authorization: bytes,
     *,
     healthy: bool = True,
 ) -> None:
     """Free the blocks through this decode worker; if it is not healthy, through another."""
-    body = wire.connector.release(taken) if wire.connector is not None else None
+    body = wire.connector.release(result) if wire.connector is not None else None
     if body is None:
-        if taken.params is not None:
-            wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
+        if result.params is not None:
+            wire.metrics.handovers.count_end(LEFT_TO_EXPIRE)
         return
     block_release = BlockRelease(wire, body, authorization)
     if healthy:
