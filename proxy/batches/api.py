@@ -119,7 +119,7 @@ class BatchApiRequest:
         if self._request.head.method != "POST":
             self._request.body = b""  # free the unused body
         refusal = self._admit(now)
-        self._api.wire.visits.add(self)
+        self._api.wire.local_requests.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(refusal))
         self._task.add_done_callback(self._release)
 
@@ -160,7 +160,7 @@ class BatchApiRequest:
 
     def _finish(self) -> None:
         wire = self._api.wire
-        wire.remove_visit(self)
+        wire.remove_local_request(self)
         if self._entered:
             self._entered = False
             self._api.in_progress[self._tenant] -= 1

@@ -71,7 +71,7 @@ class ServerProcess:
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
         self.app.drained = self._drain_elsewhere
-        self.app.wire.pages = self.page
+        self.app.wire.write_metrics = self.page
         self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes

@@ -83,9 +83,9 @@ class WireContext(Protocol):
     unread: set[ServedClient]  # checked regularly
     exchanges: set[ServedExchange]
     queued: dict[Ticket, ServedExchange]
-    visits: set[Conversation]  # that are no exchanges
+    local_requests: set[Conversation]  # that no worker serves
     releases: set[Expiring]  # of KV blocks
-    pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
+    write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
     counting: set[TokenizeRequest]
     outbox: WriteBatch
     pools: ConnectionPools
@@ -126,7 +126,7 @@ class WireContext(Protocol):
 
     def remove_exchange(self, exchange: ServedExchange) -> None: ...
 
-    def remove_visit(self, visit: Conversation) -> None: ...
+    def remove_local_request(self, request: Conversation) -> None: ...
 
     def remove_release(self, release: Expiring) -> None: ...
 

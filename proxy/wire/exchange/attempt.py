@@ -73,8 +73,8 @@ class Attempt:
     """A request on its chosen worker."""
 
     __slots__ = (
-        "_error_body", "_exchange", "_head", "_passage", "_wire", "connection", "handover", "lease",
-        "response", "timeout_s",
+        "_error_body", "_exchange", "_fast_path", "_head", "_wire", "connection", "handover",
+        "lease", "response", "timeout_s",
     )  # fmt: skip
 
     def __init__(self, exchange: AttemptOwner, lease: Lease) -> None:
@@ -86,7 +86,7 @@ class Attempt:
         self._wire = exchange.wire
         self._head: ResponseHead | None = None  # held until the first body bytes
         self.response: ResponseWriter | None = None
-        self._passage: StreamFastPath | None = None
+        self._fast_path: StreamFastPath | None = None
         self._error_body: bytes | None = None  # of an error that must be read
 
     @property
@@ -248,11 +248,11 @@ class Attempt:
         return self._read_error(now, self._error_body + body, ended)
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
-        connection, lease, stream = self.connection, self.lease, response.flowing
+        connection, lease, stream = self.connection, self.lease, response.unchanged_stream
         if connection is not None and lease is not None and stream is not None:
-            if self._passage is None:
-                self._passage = fast_path(self._exchange, lease, response, stream)
-            connection.open_fast_path(self._passage)
+            if self._fast_path is None:
+                self._fast_path = fast_path(self._exchange, lease, response, stream)
+            connection.open_fast_path(self._fast_path)
 
     def _retry_held_back(self, now: float, outcome: Outcome) -> bool:
         """Retry after a response that was held back. Return False if no worker is left."""

@@ -147,9 +147,8 @@ def find_tokens(
     tokens_of = exchange.wire.router.fleet.roster.stream_tokens
     if tokens_of is None or sent.has_ended or exchange.text_so_far or lease.prefill is not None:
         return Obstacle(NO_TOKENS)
-    if request.head.id and exchange.wire.has_same_id(
-        request
-    ):  # two streams of one name in a journal
+    # Two streams would have one name in a journal.
+    if request.head.id and exchange.wire.has_same_id(request):
         return Obstacle(NO_TOKENS)
     tokens = tokens_of(lease.worker, request.id.decode("latin-1"), since)
     return Obstacle(NO_TOKENS) if tokens is None else tokens
