@@ -124,7 +124,7 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
         max_model_len=worker.max_model_len,
         max_requests=worker.max_requests,
         requests=worker.requests,
-        held=worker.pinned,
+        held=worker.unfetched_handovers,
         prefill_tokens=worker.prefill_tokens,
         decode_tokens=worker.decode_tokens,
         kv_tokens=worker.kv_tokens,

@@ -65,4 +65,4 @@ def prefill_timeout_s(lease: Lease, least_s: float, usual_s: float) -> float:
 
 def _late_step_s(lease: Lease) -> float:
     pace = lease.worker.pace
-    return LATE_FACTOR * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S
+    return LATE_FACTOR * pace.step_s(lease.worker.num_decoding + 1) if pace.steps else SLOW_STEP_S

@@ -63,7 +63,7 @@ def charges(worker: Worker) -> tuple[int, ...]:
         worker.prefill_tokens,
         worker.decode_tokens,
         worker.kv_tokens,
-        worker.decoding,
+        worker.num_decoding,
     )
 
 

@@ -71,7 +71,7 @@ class Fleet:
             lease.ahead_tokens = ahead
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1
-        worker.placed += 1
+        worker.total_placed += 1
         worker.sequences += info.samples
         self._count_prefill(lease, 1)
         worker.decode_tokens += lease.decode_tokens
@@ -134,10 +134,10 @@ class Fleet:
             worker.pace.learn_handover_tokens(prefill_leg.info.prompt_tokens)
             self._learn_first_token(prefill_leg, handover.cached_tokens, now)
         if handover.tokens:
-            lease.pins = True
-            worker.pinned += 1
-            lease.worker.written += handover.tokens
-        worker.written += prefill_leg.prefill_tokens
+            lease.holds_blocks = True
+            worker.unfetched_handovers += 1
+            lease.worker.total_written += handover.tokens
+        worker.total_written += prefill_leg.prefill_tokens
         self.release(prefill_leg)
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
@@ -151,13 +151,13 @@ class Fleet:
             heappush(self._silent, (due, next(self.roster.numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
-        if lease.pins and lease.prefill is not None:
-            lease.pins = False
-            lease.prefill.worker.pinned -= 1
+        if lease.holds_blocks and lease.prefill is not None:
+            lease.holds_blocks = False
+            lease.prefill.worker.unfetched_handovers -= 1
             self.roster.load_changed(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        if lease.released or not lease.sent or lease.decoding:
+        if lease.released or not lease.sent or lease.num_decoding:
             return
         before, samples = lease.worker, lease.info.samples
         if lease.trial:
@@ -185,9 +185,9 @@ class Fleet:
 
     def _start_decoding(self, lease: Lease) -> None:
         worker, samples = lease.worker, lease.info.samples
-        lease.decoding_before = worker.decoding
-        worker.decoding += samples
-        lease.decoding = samples
+        lease.decoding_before = worker.num_decoding
+        worker.num_decoding += samples
+        lease.num_decoding = samples
         worker.reprice()
         self.roster.load_changed(worker)
 
@@ -207,7 +207,7 @@ class Fleet:
                 kv_usage.mark_prompt_cached(lease)
             if lease.prefill_tokens:
                 self._end_prefill(lease, now)
-            elif lease.prefill is not None and not lease.released and not lease.decoding:
+            elif lease.prefill is not None and not lease.released and not lease.num_decoding:
                 self._start_decoding(lease)
 
     def record_first_token(self, lease: Lease, now: float) -> None:
@@ -222,7 +222,7 @@ class Fleet:
         if lease.trial:
             self.health.record_success(lease.worker)
         if not lease.prefill_tokens:
-            if lease.prefill is not None and not lease.decoding:
+            if lease.prefill is not None and not lease.num_decoding:
                 self._start_decoding(lease)
             elif self.roster.leaving:
                 self.roster.load_changed(lease.worker)
@@ -244,7 +244,7 @@ class Fleet:
 
     def _end_prefill(self, lease: Lease, now: float) -> None:
         worker = lease.worker
-        worker.written += lease.prefill_tokens
+        worker.total_written += lease.prefill_tokens
         self._count_prefill(lease, -1)
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
@@ -255,7 +255,7 @@ class Fleet:
 
     def record_tokens(self, lease: Lease, seen: int) -> None:
         lease.seen_tokens += seen
-        lease.worker.written += seen
+        lease.worker.total_written += seen
         before = lease.decode_tokens
         if before and not lease.released:
             left = before - seen
@@ -283,9 +283,9 @@ class Fleet:
         if lease.prefill_tokens:
             self._count_prefill(lease, -1)
             worker.free_at -= worker.pace.token_s * lease.prefill_tokens
-        if lease.decoding:
-            worker.decoding -= lease.decoding
-            lease.decoding = 0
+        if lease.num_decoding:
+            worker.num_decoding -= lease.num_decoding
+            lease.num_decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
         if worker.reports_prefixes and lease.info.prefix:

@@ -48,7 +48,7 @@ class WorkerHealth:
         worker.good_probes = 0
         worker.failed_probes += 1
         worker.probed = True
-        worker.trouble = why
+        worker.probe_error = why
         if not worker.up or worker.failed_probes < self.down_after:
             return False
         worker.up = False

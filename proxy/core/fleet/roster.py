@@ -178,7 +178,7 @@ class Roster:
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
         set_remote_load(worker, NO_LOAD, worker.free_at)
-        if worker.requests or worker.pinned:
+        if worker.requests or worker.unfetched_handovers:
             self.leaving.add(worker)
             self._left[worker.url] = worker
 
@@ -194,7 +194,7 @@ class Roster:
         if (successor := worker.successor) is not None:
             inherit_load(successor, worker)
             self.load_changed(successor)
-        if not (worker.requests or worker.pinned):
+        if not (worker.requests or worker.unfetched_handovers):
             self.leaving.discard(worker)
             if self._left.get(worker.url) is worker:
                 del self._left[worker.url]

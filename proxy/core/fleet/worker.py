@@ -57,7 +57,7 @@ class Worker:
     up: bool = False
     up_since: float = 0.0  # or restarted
     probed: bool = False  # any probe ended
-    trouble: str = ""  # of the last failed probe
+    probe_error: str = ""  # of the last failed probe
     draining: bool = False
     good_probes: int = 0  # in a row
     failed_probes: int = 0
@@ -76,7 +76,7 @@ class Worker:
     reports_prefixes: bool = False  # its journal is read
     queued: int = 0  # on the worker
     queued_before: int = 0
-    slots: float = inf  # slots learned from its queue
+    learned_slots: float = inf  # from its queue
 
     requests: int = 0
     sequences: int = 0  # prompts times samples
@@ -89,10 +89,10 @@ class Worker:
     kv_uncharged: int = 0  # beyond the charges
     running_prefixes: PrefixTree = field(default_factory=PrefixTree)  # prefixes of its requests
     kv_unshared: float = 0.0  # learned share of prefixes that is not shared
-    pinned: int = 0  # hand-overs not fetched yet
-    decoding: int = 0  # after the first token
-    written: int = 0  # to its cache, total
-    placed: int = 0  # requests, total
+    unfetched_handovers: int = 0
+    num_decoding: int = 0  # samples after the first token
+    total_written: int = 0  # tokens, to its cache
+    total_placed: int = 0  # requests
     worked_at: float = -inf  # when its page last showed progress
     free_at: float = 0.0  # when its prefills are done
     due_at: float = 0.0  # next progress is due
@@ -152,7 +152,7 @@ class Worker:
         """Return why its model is not served; empty if it is."""
         if self.up and self.lacks_model:
             return f"serves {short_list(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
-        return "" if self.up else self.trouble
+        return "" if self.up else self.probe_error
 
     @property
     def max_requests(self) -> int | None:
@@ -228,7 +228,7 @@ class Worker:
 
     def reprice(self) -> None:
         """Update the cost of a token in seconds, including delays to decoding requests."""
-        pace, others = self.pace, self.decoding + self.foreign_requests
+        pace, others = self.pace, self.num_decoding + self.foreign_requests
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
         self.output_price = pace.each_s * others

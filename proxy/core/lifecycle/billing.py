@@ -178,7 +178,7 @@ def _estimate_output(lease: Lease, now: float) -> int:
     if not info.generates or not lease.sent:
         return 0
     since = _decode_start(lease)
-    step_s = worker.pace.step_s(worker.decoding + info.samples)
+    step_s = worker.pace.step_s(worker.num_decoding + info.samples)
     decoded_s = _last_computed_at(worker, since, now) - since if since < now else 0.0
     steps = max(int(decoded_s / step_s), 0)
     limit = info.output_tokens

@@ -110,7 +110,7 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     else:
         if info.output_tokens is None or info.samples > 1:
             return  # unknown total
-        beside, steps = worker.decoding + 1, max(info.output_tokens - 1, 0)
+        beside, steps = worker.num_decoding + 1, max(info.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
         pace.learn_total(tokens, lease.behind_long, cached, beside, steps, seconds, now)

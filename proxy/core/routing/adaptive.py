@@ -160,7 +160,9 @@ def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) 
         until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
         if own_s + wait_s < least_s and now + wait_s < latest and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, only=False, placed=worker.remote_load.placed)
+            found = CacheWait(
+                worker, wait_s, until, only=False, placed=worker.remote_load.total_placed
+            )
     return found
 
 
@@ -174,7 +176,9 @@ def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
         until = view.first_token_due - worker.ttft_s(view.info, now, cached)
         if own_s + wait_s < least_s and now + wait_s < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, only=True, placed=worker.remote_load.placed)
+            found = CacheWait(
+                worker, wait_s, until, only=True, placed=worker.remote_load.total_placed
+            )
     return found
 
 
@@ -227,7 +231,7 @@ def score(worker: Worker, view: View) -> Score:
     if offer is not None and handover_offers([worker], costs, view):
         wait_s = offer.prefill_s + offer.wait_s(worker, view)
         transfer_s = offer.transfer_s(worker, view)
-        harm_s = costs[0] - wait_s - transfer_s - pace.step_s(worker.decoding)
+        harm_s = costs[0] - wait_s - transfer_s - pace.step_s(worker.num_decoding)
         cached, is_reported = offer.cached_tokens, offer.prefill.reports_prefixes
         return Score(
             worker.name, costs[0], wait_s, transfer_s, harm_s, cached, is_reported,
@@ -253,7 +257,7 @@ def misfit_s(worker: Worker, view: View) -> float:
     if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
     share = min(traffic.long_share(now) / max(view.pool.num_longs, 1), 1.0)
-    return share * info.expected_output * worker.pace.step_s(worker.decoding)
+    return share * info.expected_output * worker.pace.step_s(worker.num_decoding)
 
 
 def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
@@ -272,8 +276,8 @@ def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
     over = held - room - shared_tokens(worker, info)
     if over <= 0:
         return 0.0
-    left_each = worker.decode_tokens / max(worker.decoding, 1)
-    return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
+    left_each = worker.decode_tokens / max(worker.num_decoding, 1)
+    return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.num_decoding)
 
 
 def is_reserve_kept(view: View) -> bool:

@@ -46,7 +46,7 @@ def with_visits(
         if worker.reports_prefixes and not info.stored_tokens:  # its journal knows
             visited &= ~worker.bit
         else:
-            tokens = visit.cached_tokens(worker.kv_capacity, worker.written)
+            tokens = visit.cached_tokens(worker.kv_capacity, worker.total_written)
             left.append((min(tokens, info.prompt_tokens), worker.bit))
     masks: dict[int, int] = {}
     for tokens, holders in prefixes:

@@ -93,7 +93,7 @@ class SharedPrefixes:
         if sole:
             session.visits, session.visited = [], 0
         session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)
-        visit = Visit(worker.index, worker.up_since, tokens, worker.written)
+        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written)
         session.add_visit(visit, estimated=not worker.reports_prefixes)
 
     def publish(self) -> None:

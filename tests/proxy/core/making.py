@@ -230,7 +230,7 @@ def idle(workers: Iterable[Worker]) -> bool:
                 w.kv_coming,
                 w.running_prefixes.tokens,
                 w.running_prefixes.saved,
-                w.decoding,
+                w.num_decoding,
             )
         )
         for w in workers

@@ -401,7 +401,7 @@ class RouterMachine(RuleBasedStateMachine):
             )
             assert worker.kv_coming == sum(lease.kv_coming for lease in charged)
             assert worker.sequences == sum(lease.info.samples for lease in charged if lease.sent)
-            assert worker.decoding <= sum(lease.info.samples for lease in charged)
+            assert worker.num_decoding <= sum(lease.info.samples for lease in charged)
             assert worker.unavailable == (worker.is_full or worker.is_barred), (
                 "the flag that pools read"
             )

@@ -60,9 +60,9 @@ def test_remote_charges_do_not_change_own_charges() -> None:
         router.fleet.health.apply_remote_load(worker, remote, 0.0, 1.0)
     assert own(worker) == before
     assert worker.requests == before.requests + 4
-    assert worker.decoding == 2
+    assert worker.num_decoding == 2
     router.leases.finish(lease, 2.0, Outcome.DONE)
-    assert own(worker) == WorkerLoad(placed=1), "only the total stays"
+    assert own(worker) == WorkerLoad(total_placed=1), "only the total stays"
     router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
     assert idle([worker])
 

@@ -68,11 +68,11 @@ def test_learnt_slots_recover_after_a_queue() -> None:
     router = make_router()
     decoding_handovers(router, 8)
     set_page(router, 1.0, 1, 7)
-    assert set_page(router, 2.0, 1, 7).slots == 1.0
-    assert set_page(router, 3.0, 8).slots == 2.25
+    assert set_page(router, 2.0, 1, 7).learned_slots == 1.0
+    assert set_page(router, 3.0, 8).learned_slots == 2.25
     for second in range(4, 60):
         set_page(router, float(second), 8)
-    assert worker_of(router, "d0").slots > 100_000
+    assert worker_of(router, "d0").learned_slots > 100_000
 
 
 # Effect on placement

@@ -331,7 +331,7 @@ def test_failed_prefill_records_no_prefix_at_the_decode_worker(
 
 def charges(router: Router, name: str) -> tuple[int, ...]:
     w = worker_of(router, name)
-    return w.requests, w.sequences, w.prefill_tokens, w.decode_tokens, w.kv_tokens, w.decoding
+    return w.requests, w.sequences, w.prefill_tokens, w.decode_tokens, w.kv_tokens, w.num_decoding
 
 
 @pytest.mark.parametrize("stream", [True, False])

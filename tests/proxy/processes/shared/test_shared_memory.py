@@ -126,7 +126,7 @@ def test_row_is_in_use_while_it_has_charges(table: SharedTable) -> None:
     assert not sheet.has_charges(3)
     sheet.write_load(3, WorkerLoad(requests=1), 0.0)
     assert sheet.has_charges(3)
-    sheet.write_load(3, WorkerLoad(written=10, placed=2), 9.0)
+    sheet.write_load(3, WorkerLoad(total_written=10, total_placed=2), 9.0)
     assert not sheet.has_charges(3)
     sheet.wipe(3)
     assert sheet.read_load(3) == (WorkerLoad(), 0.0)
