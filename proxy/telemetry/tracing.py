@@ -118,7 +118,7 @@ def spans_of(
             "gen_ai.request.model": None if info is None else info.model,
             "proxy.class": None if info is None else class_of(info),
             "proxy.prompt_tokens": None if info is None else info.prompt_tokens,
-            "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
+            "gen_ai.usage.output_tokens": None if first is None else seen.output_tokens,
         },
     )  # fmt: skip
     if seen.placed_at is not None or seen.queue_s:

@@ -118,7 +118,7 @@ class Fleet:
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1
         worker.decode_tokens += decode
-        kv_usage.charge(lease, now, together=False)
+        kv_usage.charge(lease, now, shares_prefix=False)
         lease.trial = worker.breaker.record_sent(now)
         self.roster.load_changed(worker)
         return lease
@@ -171,7 +171,7 @@ class Fleet:
         worker.last_used = next(self.roster.numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
-        kv_usage.charge(lease, now, together=False)
+        kv_usage.charge(lease, now, shares_prefix=False)
         lease.trial = worker.breaker.record_sent(now)
         self.roster.load_changed(before)
         self.roster.load_changed(worker)

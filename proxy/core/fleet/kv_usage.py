@@ -32,12 +32,12 @@ MIN_SHARED_BLOCKS = 16
 MAX_PAGE_AGE_S = 5.0
 
 
-def charge(lease: Lease, now: float, *, together: bool = True) -> None:
-    """Charge a lease; `together`: its prefix may be shared."""
+def charge(lease: Lease, now: float, *, shares_prefix: bool = True) -> None:
+    """Charge a lease; `shares_prefix`: what other requests have of it is not charged again."""
     worker = lease.worker
     before = worker.kv_tokens
     worker.kv_tokens += lease.kv_tokens
-    if together:
+    if shares_prefix:
         _share_prefix(lease)
     lease.kv_coming = worker.kv_tokens - before
     worker.kv_coming += lease.kv_coming

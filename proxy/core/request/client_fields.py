@@ -98,7 +98,7 @@ def find_forbidden_in_form(
     strict = tenants and not allowed.arguments
     if allowed.kv_transfer and not strict:
         return ""
-    return find_steering_in_form(body, content_type, at_all=strict) or ""
+    return find_steering_in_form(body, content_type, no_arguments=strict) or ""
 
 
 def salt_in(fields: Mapping[str, Any]) -> str:

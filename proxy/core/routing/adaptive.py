@@ -256,7 +256,7 @@ def misfit_s(worker: Worker, view: View) -> float:
         return traffic.shorts_per_s(now) / max(view.pool.num_shorts, 1) * prefill * prefill / 2.0
     if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
-    share = min(traffic.long_share(now) / max(view.pool.num_longs, 1), 1.0)
+    share = min(traffic.workers_with_longs(now) / max(view.pool.num_longs, 1), 1.0)
     return share * info.expected_output * worker.pace.step_s(worker.num_decoding)
 
 

@@ -177,15 +177,15 @@ class Placer:
         info = view.info
         if info.deadline < inf and view.offer is None:
             candidate_rules.keep_in_time(view)
-        fair, in_the_gaps = self.settings.fairness, info.rank is BATCH and not aged
-        if in_the_gaps:
+        fair, is_spare = self.settings.fairness, info.rank is BATCH and not aged
+        if is_spare:
             candidate_rules.leave_batch_reserve(view, fair)
         candidates = view.candidates
         decision = self._choose(view)
-        if decision is None and late and not in_the_gaps and view.offer is not None:
+        if decision is None and late and not is_spare and view.offer is not None:
             decision = self._choose_fallback(view, view.offer, candidates)
         if (
-            in_the_gaps
+            is_spare
             and decision is not None
             and candidate_rules.disturbs_handovers(decision, view, fair)
         ):

@@ -127,7 +127,7 @@ def find_text(exchange: AttemptOwner) -> Output | Obstacle:
         return ()
     if field := why_not_by_text(body, exchange.route.shape):
         return Obstacle(FIELD, field)
-    found = with_text(body, exchange.route.shape, content, record.opening + record.tokens)
+    found = with_text(body, exchange.route.shape, content, record.output_tokens)
     return Obstacle(NO_TOKENS) if found is None else found
 
 
@@ -158,7 +158,7 @@ def may_regenerate(exchange: AttemptOwner, sent: SentText) -> bool:
     """Return whether another worker generates the same text from the beginning, and soon."""
     if sent.is_empty:
         return True
-    is_short = exchange.record.opening + exchange.record.tokens <= MAX_REPEATED_TOKENS
+    is_short = exchange.record.output_tokens <= MAX_REPEATED_TOKENS
     return is_short and is_greedy(exchange.request.body)
 
 
