@@ -46,7 +46,7 @@ class ScheduledStep(NamedTuple):
         """Return the step that the scheduler has just scheduled."""
         return cls(
             output, scheduler.current_step, at, budget, chunks, context_tokens,
-            num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
+            len(scheduler.running), len(scheduler.waiting),
         )  # fmt: skip
 
     @property
