@@ -1,4 +1,4 @@
-"""Protocols for extensions and conversations."""
+"""Protocols between the data path and an extension, such as the Batches API."""
 
 from __future__ import annotations
 

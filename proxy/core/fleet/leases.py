@@ -1,4 +1,4 @@
-"""Routing decisions and their charges."""
+"""A routing decision, the attempts before it, and the lease with its charges."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Pool:
 
 
 def _groups_of(workers: Iterable[Worker]) -> list[Group]:
-    """Return the workers by role and context length; each knows the ranked group it is in."""
+    """Return the workers by role and context length; set `Worker.ranked_in`."""
     members: dict[tuple[Role, int], list[Worker]] = {}
     for worker in workers:
         members.setdefault((worker.role, worker.context_limit), []).append(worker)

@@ -1,4 +1,4 @@
-"""What a finished request teaches about its worker."""
+"""Updates a worker's breaker and estimators from a finished request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
 STATUS_500 = "500"
-# They say nothing of the worker.
+# No evidence about the worker.
 INCONCLUSIVE = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
@@ -96,7 +96,7 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     pace, cached = worker.pace, lease.decision.cached_tokens
     if lease.first_token_at is not None or not lease.sent or not info.needs_engine:
         return
-    if lease.prefill is not None:  # successful transfers teach
+    if lease.prefill is not None:  # only successful transfers count
         return
     if now < pace.first_token_learnable_at:  # many clients leave at once
         return

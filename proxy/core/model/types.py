@@ -1,4 +1,4 @@
-"""Input and output of the core, as plain data."""
+"""A request as it arrives and as parsed, its outcome, and a refusal."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class RequestInfo:
     tool_bytes: int = 0  # of these
     prompts: int = 1
     extra_tokens: int = 0  # template, images
-    media: RequestMedia | None = None  # if `usage` can teach its sizes
+    media: RequestMedia | None = None  # if `usage` shows its sizes
     countable: bool = False  # a worker's /tokenize accepts it
     pinned: str = ""  # worker that holds its stored response
     stored_tokens: int = 0  # of the stored response that it continues, in the prompt
@@ -172,7 +172,7 @@ class Outcome(StrEnum):
     FAILED = "failed"  # network, timeout, other 5xx
     BUSY = "busy"  # 429 or 503
     UNFINISHED = "unfinished"  # longer than a client may wait; the worker is well
-    MOOT = "moot"  # says nothing of the worker
+    MOOT = "moot"  # no evidence about the worker
 
 
 @dataclass(slots=True, frozen=True)

@@ -43,7 +43,7 @@ def with_visits(
         worker = roster.by_index.get(visit.worker)
         if worker is None or worker.up_since != visit.since:
             continue
-        if worker.reports_prefixes and not info.stored_tokens:  # its journal knows
+        if worker.reports_prefixes and not info.stored_tokens:  # the journal has them
             visited &= ~worker.bit
         else:
             tokens = visit.cached_tokens(worker.kv_capacity, worker.total_written)

@@ -245,7 +245,7 @@ def continue_after_failure(
     attempts = continued(exchange, lease.attempts, needs_journal=False)
     if sent.is_empty and not router.may_retry(lease, now, attempts):
         not_continued(exchange, now, Obstacle(NO_WORKER), lease.worker.name)
-        return False  # the request may be at fault: its client gets to know at once
+        return False  # the request may be at fault: the client gets the error at once
     return move_stream(exchange, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
 

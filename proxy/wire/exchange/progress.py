@@ -1,4 +1,4 @@
-"""Actions as a response passes."""
+"""Steps of a response: written, its tokens counted, ended or broken off."""
 
 from __future__ import annotations
 

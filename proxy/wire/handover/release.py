@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 RELEASED, LEFT_TO_EXPIRE = "released", "left_to_expire"
-# Refusals by code that knows the connector; a 401 precedes that code.
+# Refusals after the connector has the parameters; a 401 comes before.
 RELEASE_STATUSES = frozenset([400, 404])
 RELEASE_TIMEOUT_S, MAX_RELEASE_TRIES = 5.0, 3
 ABANDONED_GRACE_S = 1.0  # for an abandoned prefill that is nearly done

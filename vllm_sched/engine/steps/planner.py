@@ -1,4 +1,4 @@
-"""What happens around a step with policies."""
+"""Shows each step to the policies before vLLM schedules it, and records what it scheduled."""
 
 from __future__ import annotations
 
