@@ -83,8 +83,9 @@ def choose_prefill(
     """
     best: PrefillChoice | None = None
     failed: list[Worker] = []
+    least = info.largest_prompt - info.prompt_error
     for worker in pool.prefills:
-        if not worker.accepts(now) or worker in tried or not _may_prefill(worker, info):
+        if not worker.accepts(now) or worker in tried or least >= worker.context_limit:
             continue
         if links.has_failures and links.is_barred(worker, None, now):
             continue
@@ -137,10 +138,6 @@ def choose_other_decode(
         and (wait_s := worker.wait_s(now, for_long=info.long)) + handover.transfer_s <= within_s
     ]
     return min(found)[-1] if found else None
-
-
-def _may_prefill(worker: Worker, info: RequestInfo) -> bool:
-    return info.largest_prompt - info.prompt_error < worker.context_limit
 
 
 def consider_handover(decision: Decision, view: View) -> Decision | None:

@@ -306,12 +306,13 @@ class Attempt:
             wire.handle_local_failure(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
-        silent = not (self.handover or self._head or self.response)
-        if error is WorkerError.TIMEOUT and silent and _is_only_slow(self.lease, now, connection):
+        lease, response = self.lease, self.response
+        was_sent = connection is not None and connection.is_open
+        silent = was_sent and not (self.handover or self._head or response)
+        if error is WorkerError.TIMEOUT and silent and lease and is_only_slow(lease, now):
             refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
-        response = self.response
         if response is None or not response.has_begun or exchange.rest is not None:
             self._retry_or_refuse(now, error)
             return
@@ -379,10 +380,3 @@ def outcome_of(head: ResponseHead) -> Outcome | None:
     if status == SERVER_ERROR and head.retry_after_s is not None:
         return Outcome.FAILED  # the worker reports a fault of its own
     return OUTCOMES.get(status, Outcome.FAILED)
-
-
-def _is_only_slow(lease: Lease | None, now: float, connection: WorkerConnection | None) -> bool:
-    """Return True if another worker would be as slow."""
-    if lease is None or connection is None or not connection.is_open:
-        return False
-    return is_only_slow(lease, now)

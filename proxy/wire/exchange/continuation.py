@@ -197,11 +197,6 @@ def needs_journal(output: Output) -> bool:
     return not isinstance(output, TextSoFar) and bool(output)
 
 
-def reset_tried_workers(attempts: Attempts) -> Attempts:
-    """Return the attempts of a stream that has new tokens; its first workers may run again."""
-    return replace(attempts, tried=NO_WORKERS, paused=NO_WORKERS)
-
-
 def not_continued(exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
     """Count and log a stream that ends because its worker failed."""
     exchange.failed_worker = ""
@@ -293,7 +288,8 @@ def rest_of(
         exchange.wire.metrics.count_continuation(failed)
         exchange.set_state(ANSWERING)
         if lease is not None:
-            lease.attempts = reset_tried_workers(lease.attempts)
+            # Workers that failed the stream may get it again.
+            lease.attempts = replace(lease.attempts, tried=NO_WORKERS, paused=NO_WORKERS)
             exchange.record.left_workers += (failed,)
             exchange.wire.continuations.log_continued(
                 now,
