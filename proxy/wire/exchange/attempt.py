@@ -70,8 +70,6 @@ NOT_SUPPORTED = frozenset([501, 505])
 
 
 class Attempt:
-    """A request on its chosen worker."""
-
     __slots__ = (
         "_error_body", "_exchange", "_fast_path", "_head", "_wire", "connection", "handover",
         "lease", "response", "timeout_s",
