@@ -160,9 +160,8 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         found is not removed: drain it instead.
         """
         worker = find(name)
-        requests = (
-            worker.requests + worker.unfetched_handovers
-        )  # all processes; unknown after the removal
+        # Of all processes; unknown after the removal.
+        requests = worker.requests + worker.unfetched_handovers
         state.remove_worker(name)
         return Removed(name=name, requests=requests)
 

@@ -143,11 +143,11 @@ class ServerProcess:
                 self._run_in_background(reload(self.app))
             case ConfigReloaded(config, keys):
                 self._apply_config(config, keys)
-            case WorkerDrained(name, draining, now):
+            case WorkerDrained(name, draining, at_once):
                 if self.app.leads:
                     self.app.fleet.roster.drain(name, draining=draining)
                     self._send_changes()
-                    if now:
+                    if at_once:
                         self._run_in_background(self.move_requests(name))
             case Drain():
                 self.drain()
@@ -205,10 +205,10 @@ class ServerProcess:
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         await self._ask("logs", (requests, dict(levels)))
 
-    def _drain_elsewhere(self, name: str, draining: bool, now: bool) -> None:
+    def _drain_elsewhere(self, name: str, draining: bool, at_once: bool) -> None:
         """Have all other processes, on other hosts too, drain or undrain a worker."""
         self._send_changes()
-        self._channel.send(WorkerDrained(name, draining, now))
+        self._channel.send(WorkerDrained(name, draining, at_once))
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""

@@ -30,9 +30,8 @@ def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.Mon
     assert not connectors.missing_requirement("shared-storage")
     assert connectors.missing_requirement("nixl").endswith("has no NixlConnector")
     monkeypatch.setattr(connectors, "_factory_source", lambda: "")
-    assert not connectors.missing_requirement(
-        "mooncake"
-    )  # without vLLM the start of a worker fails
+    # Without vLLM the start of a worker fails.
+    assert not connectors.missing_requirement("mooncake")
 
 
 def test_every_connector_of_the_router_has_vllms_class() -> None:
