@@ -58,7 +58,7 @@ class Adaptive(Rule):
 
     def choose(self, view: View) -> Decision | None:
         info, prefixes, candidates = view.info, view.cached_prefixes, view.candidates
-        if view.pool.num_longs and is_reserve_kept(view):
+        if is_reserve_kept(view):
             candidates = [w for w in candidates if not is_reserved(w, view)]
             if not candidates:
                 return None
@@ -98,7 +98,7 @@ class Adaptive(Rule):
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
-        if view.pool.num_longs and is_reserve_kept(view) and is_reserved(worker, view):
+        if is_reserve_kept(view) and is_reserved(worker, view):
             return "reserved for long requests"
         offer = view.offer
         if offer is not None and worker.role is DECODE and not offer.may_begin(worker, view):
@@ -195,7 +195,7 @@ def may_await(worker: Worker, view: View) -> bool:
         and not worker.is_barred
         and worker not in view.tried
         and worker.surely_fits(view.info)
-        and not (view.pool.num_longs and is_reserve_kept(view) and is_reserved(worker, view))
+        and not (is_reserve_kept(view) and is_reserved(worker, view))
     )
 
 
@@ -285,7 +285,7 @@ def is_reserve_kept(view: View) -> bool:
 
     A request without another worker is exempt.
     """
-    if view.info.long or view.info.pinned:
+    if not view.pool.num_longs or view.info.long or view.info.pinned:
         return False
     if not (view.longs_waiting or view.traffic.has_recent_longs(view.now)):
         return False
