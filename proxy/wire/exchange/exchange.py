@@ -130,9 +130,7 @@ class Exchange(AttemptOwner):
         self.set_state(COUNTING)
         self._tokenize_request = wire.make_tokenize_request(now, self._tokens_counted)
         pool = wire.pools.pool_for(counter)
-        self._tokenize_request.ask(
-            now, pool, request.body, pool.authorization or request.head.authorization
-        )
+        self._tokenize_request.ask(now, pool, request.body, request.head.authorization)
 
     def _collect(self, now: float) -> Refusal | None:
         wire, tenant = self.wire, self.request.head.tenant

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.core.model.role import Role
-from proxy.http.headers import JSON
 from proxy.transfer.types import Pair, PrefillResult
+from proxy.wire.worker.request_bytes import post_json
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -45,16 +45,14 @@ class BlockRelease:
         self._status = 0
 
     def send(self, now: float, decode: Worker) -> None:
-        wire, body = self._wire, self._body
+        wire = self._wire
         self._tried.append(decode)
         self._status = 0
         self.deadline = now + RELEASE_TIMEOUT_S
         pool = wire.pools.pool_for(decode)
-        authorization = pool.authorization or self._authorization
-        start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
-        framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
         wire.releases.add(self)
-        pool.send(now, self, (start + framing + body,))
+        request = post_json(b"/v1/completions", pool, self._authorization, self._body)
+        pool.send(now, self, request)
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         self._status = head.status

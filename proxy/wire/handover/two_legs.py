@@ -10,7 +10,7 @@ import logging
 import os
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.core.fleet.kv_links import BARRED_S
 from proxy.core.model.types import Outcome
@@ -94,18 +94,8 @@ class TwoLegExchange:
         leg, self._prefill_leg = self._prefill_leg, None
         fields = parse_fields(answer)
         result = self._unfetched = connector.valid_result(self._pair, fields)
+        self._end_prefill(now, fields, result)
         holds = result.params is not None
-        handover = lease.decision.handover
-        learns = handover is not None and handover.cached_tokens > 0
-        bare = connector.needs_params and result.params is None
-        if bare and handover is not None:
-            handover.tokens = 0  # nothing to transfer
-        wire.metrics.handovers.count_prefill(lease, now, bare=bare)
-        wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
-        if bare:
-            self._count_link_failure(now, None)
-        else:
-            wire.router.placer.links.record_success(self._prefill_worker, None)
         # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
@@ -122,6 +112,20 @@ class TwoLegExchange:
         body = decode_body(connector, self._pair, result, lease.info, request.body)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
         return True
+
+    def _end_prefill(self, now: float, fields: dict[str, Any], result: PrefillResult) -> None:
+        """Release the prefill worker, and count its response."""
+        wire, lease, handover = self._wire, self._lease, self._lease.decision.handover
+        learns = handover is not None and handover.cached_tokens > 0
+        bare = self._connector.needs_params and result.params is None
+        if bare and handover is not None:
+            handover.tokens = 0  # nothing to transfer
+        wire.metrics.handovers.count_prefill(lease, now, bare=bare)
+        wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
+        if bare:
+            self._count_link_failure(now, None)
+        else:
+            wire.router.placer.links.record_success(self._prefill_worker, None)
 
     @property
     def _id(self) -> bytes:
