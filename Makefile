@@ -90,7 +90,7 @@ bench-router: setup ## measure the compiled router beside Rust routers, and chec
 boards: setup ## build the dashboards in grafana/dashboards
 	@$(BIN)/python -m grafana.build
 
-frontier: setup ## compare policies and baselines on modelled GPUs; the table and picture are in out/frontier/ (an hour)
+frontier: setup ## compare policies and baselines on modelled GPUs; the table and picture are in out/frontier/ (30 minutes of processor time)
 	@mkdir -p out/frontier
 	@$(BIN)/python -m benchmarks.frontier --save out/frontier/found.json --plot out/frontier/frontier.svg
 

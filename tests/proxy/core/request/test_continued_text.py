@@ -22,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "q"}]
         ({"add_generation_prompt": True, "tools": [None, {"function": None}]}, ""),
         ({"stop": ["x"], "min_tokens": 3, "tools": [{"function": {"name": "f"}}]}, ""),
         ({"tools": None, "tool_choice": "auto", "response_format": None}, ""),
+        ({"response_format": {"type": "text"}}, ""),
         ({"stream_options": {"include_usage": True}}, ""),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
