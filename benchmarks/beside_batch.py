@@ -50,7 +50,7 @@ class PriorityEngine(ExactEngine):
 
     def __init__(self, model: WorkerModel) -> None:
         super().__init__(model)
-        scheduler = self.scheduler.scheduler
+        scheduler = self.simulated.scheduler
         scheduler.policy = SchedulingPolicy.PRIORITY
         scheduler.waiting = create_request_queue(scheduler.policy)
         scheduler.kv_holding_waiting = create_request_queue(scheduler.policy)

@@ -31,8 +31,8 @@ from vllm_sched.bench.results.stats import percentile_of_sorted
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cost import profiles
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.regime import Regime
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow, PlacedWorker
@@ -275,10 +275,10 @@ class Figures:
     def deferred(self) -> None:
         """Draw throughput against K, 8B on an A100 as in the paper: recursion and fluid engine."""
         time = profiles.find("a100-8b").time
-        regime = Regime.from_step_time(
+        backlog = BacklogModel.from_step_time(
             time, slots=256, mean_output=200, mean_prompt=220, decodes_pause=True
         )
-        exact = Recursion(regime)
+        exact = Recursion(backlog)
         drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
         line = [(k, exact.solve_for(k).throughput) for k in drawn]
         dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]

@@ -58,7 +58,7 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
         engine: Any = fleet.engines[worker.name]
         replica = EngineJournal()
         replica.listener = prefixes = ResidentPrefixes(roster.prefixes, worker.index)
-        journal = journals[worker.name] = journal_of(engine.scheduler.scheduler)
+        journal = journals[worker.name] = journal_of(engine.simulated.scheduler)
         nothing = msgspec.msgpack.encode((journal.block_tokens, []))
         replica.apply_snapshot(SnapshotReader(Position(RUN, 0), nothing, replica.max_tokens))
 
@@ -68,7 +68,7 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
 
             fleet._queue.schedule(fleet._queue.now + delay_s, apply)
 
-        engine.scheduler.scheduler._publisher = VirtualPublisher(journal, send)
+        engine.simulated.scheduler._publisher = VirtualPublisher(journal, send)
         worker.reports_prefixes = True
         found.append(prefixes)
     roster.name_prefix = lambda worker, info: journals[worker.name].name(
@@ -109,7 +109,7 @@ class SeesCaches(Adaptive):
     def _cached_tokens(self, name: str, request: Request) -> int:
         engine: Any = self._fleet.engines[name]
         names = block_names(request.shared, engine.model.block_tokens)
-        coordinator = engine.scheduler.scheduler.kv_cache_manager.coordinator
+        coordinator = engine.simulated.scheduler.kv_cache_manager.coordinator
         return int(coordinator.find_longest_cache_hit(names, request.prompt_tokens - 1)[1])
 
 

@@ -124,14 +124,14 @@ class Host:
         self._fleet = fleet
         self._router = router
         self._delays = delays
-        self._sharing, self._queues = share_router(
+        self._shared_load, self._queues = share_router(
             router, self.table, 0, lambda: fleet.now, self._soon, life=1
         )
-        sharing = self._sharing
-        sharing.peers.settle_s = delays.read_s * SETTLE_S / REMOTE_INTERVAL_S
-        sharing._interval_s = delays.read_s - sharing.peers.settle_s
+        shared_load = self._shared_load
+        shared_load.peers.settle_s = delays.read_s * SETTLE_S / REMOTE_INTERVAL_S
+        shared_load._interval_s = delays.read_s - shared_load.peers.settle_s
         for row, worker in enumerate(router.fleet.roster):
-            sharing.share_worker(worker, row, 0.0)
+            shared_load.share_worker(worker, row, 0.0)
         self.replication = Replication(
             self.table, nullcontext, send=lambda _: None, clock=lambda: fleet.now
         )
@@ -175,13 +175,13 @@ class Host:
 
     def watch(self, now: float) -> None:
         """Serve the queue when others have changed something, as `ServerProcess` does."""
-        queue, sharing = self._router.queue, self._sharing
+        queue, shared_load = self._router.queue, self._shared_load
         if queue.length or now >= self._idle_until:
             self._idle_until = now + ALONE_INTERVAL_S
-            sharing.read_remote_charges(now)
-            sharing.publish_written()
-            if queue.length and (sharing.changes != self._seen or self._queues.holds_back):
+            shared_load.read_remote_charges(now)
+            shared_load.publish_written()
+            if queue.length and (shared_load.changes != self._seen or self._queues.holds_back):
                 self._queues.holds_back = False
                 self._fleet.settle(self._router, now)
-            self._seen = sharing.changes
+            self._seen = shared_load.changes
         self._fleet.at(now + QUEUED_INTERVAL_S, self.watch)

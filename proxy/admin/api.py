@@ -167,7 +167,8 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         found is not removed: drain it instead.
         """
         worker = find(name)
-        requests = worker.requests + worker.pinned  # all processes; unknown after the removal
+        # Of all processes; unknown after the removal.
+        requests = worker.requests + worker.unfetched_handovers
         state.remove_worker(name)
         logger.info("worker %s is removed by the admin API, until a reload or restart", name)
         return Removed(name=name, requests=requests)

@@ -124,7 +124,7 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
         max_model_len=worker.max_model_len,
         max_requests=worker.max_requests,
         requests=worker.requests,
-        held=worker.pinned,
+        held=worker.unfetched_handovers,
         prefill_tokens=worker.prefill_tokens,
         decode_tokens=worker.decode_tokens,
         kv_tokens=worker.kv_tokens,
@@ -174,7 +174,7 @@ def explanation(router: Router, question: Question, default_model: str, now: flo
     info = request_info_of(question, model, usual_output=usual, short_limit=limit)
     info.session = session_key(question.tenant, model, question.session.encode())
     shrink_to_fit(
-        info, router.fleet.roster.pool(model).limit, cuts_output=router.settings.cut_output
+        info, router.fleet.roster.pool(model).context_limit, cuts_output=router.settings.cut_output
     )
     outcome = shown_answer(router.placer.explain(info, now))
     # These workers get no requests because they do not list their model. They are shown because the

@@ -97,8 +97,6 @@ class BatchApi:
 
 
 class BatchApiRequest:
-    """One API request."""
-
     def __init__(self, api: BatchApi, client: Client, request: Request) -> None:
         self._api = api
         self._client = client
@@ -121,7 +119,7 @@ class BatchApiRequest:
         if self._request.head.method != "POST":
             self._request.body = b""  # free the unused body
         refusal = self._admit(now)
-        self._api.wire.visits.add(self)
+        self._api.wire.local_requests.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(refusal))
         self._task.add_done_callback(self._release)
 
@@ -162,7 +160,7 @@ class BatchApiRequest:
 
     def _finish(self) -> None:
         wire = self._api.wire
-        wire.remove_visit(self)
+        wire.remove_local_request(self)
         if self._entered:
             self._entered = False
             self._api.in_progress[self._tenant] -= 1

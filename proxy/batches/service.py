@@ -51,8 +51,8 @@ class Batches:
         """Cut open API requests, cancel lines in flight, save results and close the store."""
         if self._task is None:
             return
-        for visit in list(self._wire.visits):
-            visit.end_for_shutdown(self._wire.clock())
+        for request in list(self._wire.local_requests):
+            request.end_for_shutdown(self._wire.clock())
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None

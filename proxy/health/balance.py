@@ -94,7 +94,7 @@ class Balance:
             seen.draw("decode", step, [_filled(w, now) for w in decodes])
             seen.draw("prefill_ahead_s", step, [_ahead_s(w) for w in prefills])
             seen.draw("decode_ahead_s", step, [_ahead_s(w) for w in decodes])
-            seen.draw("step_s", step, [w.pace.step_s(w.decoding) for w in decodes])
+            seen.draw("step_s", step, [w.pace.step_s(w.num_decoding) for w in decodes])
             seen.draw("decode_queue", step, [_queue(w, now) for w in decodes])
 
     def shown(self) -> list[BalanceShown]:
@@ -199,7 +199,7 @@ def _filled(worker: Worker, now: float) -> float:
     if worker.pace.steps:
         base_s = worker.pace.step_s(0)
         shares.append(
-            (worker.pace.step_s(worker.decoding) - base_s) / max(MAX_STEP_S - base_s, base_s)
+            (worker.pace.step_s(worker.num_decoding) - base_s) / max(MAX_STEP_S - base_s, base_s)
         )
     return min(max(shares), 1.0)
 

@@ -28,7 +28,7 @@ TROUBLES = {
 
 
 class BreakerLog:
-    """The log of a fleet's breakers; a `Witness`."""
+    """Implements `BreakerListener` of the core's fleet."""
 
     def __init__(self) -> None:
         self._logged_at: dict[Worker, float] = {}  # within QUIET_S
@@ -57,7 +57,7 @@ class BreakerLog:
             self._open.discard(worker)
             logger.info("worker %s responds, and gets requests again", worker.name)
 
-    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:
+    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:
         if now - self._panics_at.get(key, -inf) < QUIET_S:
             return
         self._panics_at[key] = now
@@ -66,11 +66,11 @@ class BreakerLog:
             "%s: requests fail on %d of %d workers; breakers are ignored until more workers "
             "respond (routing.panic_threshold)",
             _pool(key),
-            out,
+            failed,
             live,
         )
 
-    def panic_ended(self, key: Key, live: int, out: int) -> None:
+    def panic_ended(self, key: Key, live: int, failed: int) -> None:
         if key in self._panics:
             self._panics.discard(key)
             if not live:
@@ -78,7 +78,7 @@ class BreakerLog:
             logger.info(
                 "%s: requests fail on %d of %d workers; breakers are no longer ignored",
                 _pool(key),
-                out,
+                failed,
                 live,
             )
 

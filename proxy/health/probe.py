@@ -109,7 +109,7 @@ class WorkerProbe:
         self._report_success(models, gauges)
 
     def _has_written(self) -> bool:
-        before, self._written = self._written, self._worker.written
+        before, self._written = self._written, self._worker.total_written
         return self._written != before
 
     def close(self) -> None:

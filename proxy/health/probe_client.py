@@ -22,8 +22,7 @@ MAX_ROOT_CHARS = 4096
 NO_MODEL_LIST = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
 
 
-class ProbeError(ProxyError):
-    """A failed probe."""
+class ProbeError(ProxyError): ...
 
 
 class SilentError(ProbeError):

@@ -57,8 +57,7 @@ COUNT_READS, COUNT_WAIT_S = 5, 0.1  # until the count of fetched tokens is up to
 Link = tuple["Worker", "Worker"]
 
 
-class LegError(ProxyError):
-    """A leg that failed."""
+class LegError(ProxyError): ...
 
 
 class NoKeyError(LegError):
@@ -120,7 +119,7 @@ class Warmup:
             self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
         for model in fleet.roster.models():
             pool = fleet.roster.pool(model)
-            if not pool.prefills or not pool.decodes:
+            if not pool.prefills or not pool.num_decodes:
                 continue
             decodes = [w for w in pool.all if w.role is Role.DECODE]
             since = pool, [w.up_since for w in (*pool.prefills, *decodes)]
@@ -215,17 +214,17 @@ class Warmup:
         body = orjson.dumps({**fields, "ignore_eos": True})
         info = RequestInfo("warmup", ROUTE, prefill.model, 0, 1, 0, 1, 1)
         first = prefill_body(connector, pair, info, body)
-        taken = connector.taken(pair, await _post(prefill, first, request_id))
-        if taken.params is None and connector.needs_params:
+        result = connector.valid_result(pair, await _post(prefill, first, request_id))
+        if result.params is None and connector.needs_params:
             return BARE
-        if doubt := connector.doubt(pair, taken):
-            logger.warning("%s %s", prefill.name, doubt)
+        if warning := connector.warning(pair, result):
+            logger.warning("%s %s", prefill.name, warning)
         before = await _fetched(decode)
         try:
-            second = decode_body(connector, pair, taken, info, body)
+            second = decode_body(connector, pair, result, info, body)
             await _post(decode, second, request_id)
         except LegError:
-            await self._release(decode, taken)
+            await self._release(decode, result)
             raise
         for _ in range(COUNT_READS if before is not None else 0):
             if await _fetched(decode) not in (before, None):
@@ -233,11 +232,11 @@ class Warmup:
             await asyncio.sleep(COUNT_WAIT_S)
         if before is None:
             return DONE
-        await self._release(decode, taken)
+        await self._release(decode, result)
         return RECOMPUTED
 
-    async def _release(self, decode: Worker, taken: PrefillResult) -> None:
-        if (body := self._connector.release(taken)) is not None:
+    async def _release(self, decode: Worker, result: PrefillResult) -> None:
+        if (body := self._connector.release(result)) is not None:
             with suppress(LegError):  # a refusal is expected; otherwise the blocks expire
                 await _post(decode, body, b"warmup")
 

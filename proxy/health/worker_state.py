@@ -13,7 +13,7 @@ State = Literal["starting", "up", "down", "wrong_model", "resting", "draining", 
 def state(worker: Worker) -> State:
     """Return a worker's state; if several apply, the most lasting."""
     if worker.draining:
-        return "draining" if worker.requests or worker.pinned else "drained"
+        return "draining" if worker.requests or worker.unfetched_handovers else "drained"
     if not worker.up:
         return "down" if worker.probed else "starting"
     if worker.lacks_model:

@@ -28,15 +28,9 @@ class BodyBudget:
     """The bytes held, in all and per tenant."""
 
     __slots__ = (
-        "_common_held",
-        "_common_limit",
-        "_edition",
-        "_held_by_account",
-        "_max_body",
-        "_max_bytes",
-        "_share",
-        "_tenants",
-    )
+        "_common_held", "_common_limit", "_edition", "_held_by_account", "_max_body", "_max_bytes",
+        "_share", "_tenants",
+    )  # fmt: skip
 
     def __init__(self, max_bytes: int, tenants: Tenants | None = None, largest: int = 0) -> None:
         self._max_bytes = self._common_limit = max_bytes

@@ -27,27 +27,10 @@ class RequestHead:
     """A request line and its headers."""
 
     __slots__ = (
-        "authorization",
-        "awaits_continue",
-        "batch",
-        "edition",
-        "explain",
-        "http_1_0",
-        "id",
-        "keep_alive",
-        "lines",
-        "lost_body",
-        "method",
-        "path",
-        "pieces",
-        "refusal",
-        "route",
-        "size",
-        "special",
-        "start",
-        "target",
-        "tenant",
-    )
+        "authorization", "awaits_continue", "batch", "edition", "explain", "http_1_0", "id",
+        "keep_alive", "lines", "lost_body", "method", "path", "pieces", "refusal", "route", "size",
+        "special", "start", "target", "tenant",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.method = ""
@@ -137,8 +120,6 @@ class RequestHead:
 
 
 class Request:
-    """A complete request."""
-
     __slots__ = ("body", "head", "id", "trace")
 
     def __init__(self, head: RequestHead, body: bytes) -> None:

@@ -35,26 +35,10 @@ class HttpRequestParser:
     """The requests of one connection; `judge` gets each head."""
 
     __slots__ = (
-        "_blocks",
-        "_body_charge",
-        "_body_left",
-        "_check_head",
-        "_framing",
-        "_head",
-        "_is_last",
-        "_known_body_left",
-        "_known_bytes",
-        "_known_head",
-        "_max_body",
-        "_max_head",
-        "_parser",
-        "_pieces",
-        "_ready_charge",
-        "_requests_begun",
-        "_unparsed",
-        "ready",
-        "state",
-    )
+        "_blocks", "_body_charge", "_body_left", "_check_head", "_framing", "_head", "_is_last",
+        "_known_body_left", "_known_bytes", "_known_head", "_max_body", "_max_head", "_parser",
+        "_pieces", "_ready_charge", "_requests_begun", "_unparsed", "ready", "state",
+    )  # fmt: skip
 
     def __init__(
         self,

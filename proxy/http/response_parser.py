@@ -58,20 +58,9 @@ class ResponseParser:
     """The responses of one connection, one at a time."""
 
     __slots__ = (
-        "_in_chunk",
-        "_interim",
-        "_known_bytes",
-        "_known_head",
-        "_parser",
-        "_reading",
-        "_surplus",
-        "_unparsed",
-        "between_chunks",
-        "ended",
-        "head",
-        "pieces",
-        "reusable",
-    )
+        "_in_chunk", "_interim", "_known_bytes", "_known_head", "_parser", "_reading", "_surplus",
+        "_unparsed", "between_chunks", "ended", "head", "pieces", "reusable",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)

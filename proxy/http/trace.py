@@ -27,8 +27,6 @@ class WorkerSpan(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """The trace of one request."""
-
     trace: int
     parent: int | None  # the client's span
     span: int

@@ -15,15 +15,9 @@ class JournalRequest:
     """A request in an engine's journal; `request_id` is the engine's own id."""
 
     __slots__ = (
-        "complete",
-        "ended_at",
-        "name",
-        "prompt_tokens",
-        "request_id",
-        "resident",
-        "running",
+        "complete", "ended_at", "name", "prompt_tokens", "request_id", "resident", "running",
         "tokens",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, request_id: str, prompt_tokens: int, resident: int = 0, *, running: bool = True

@@ -66,7 +66,7 @@ class HandoverCounters:
         handover = self.count_transfer(lease)
         if handover is None:
             return
-        step_s = lease.worker.pace.step_s(lease.worker.decoding)
+        step_s = lease.worker.pace.step_s(lease.worker.num_decoding)
         seconds = handover.transferred_s = max(now - lease.charged_at - step_s, 0.0)
         model = self._label(lease.info.model)
         self.transfers[model].observe(seconds)

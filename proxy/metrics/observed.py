@@ -21,8 +21,6 @@ class ObservedRequest(Protocol):
     placed_at: float | None
     prefilled_at: float | None
     first_token_at: float | None
-    opening: int
-    tokens: int
     number: int
     ticks: list[float] | None
 
@@ -35,8 +33,11 @@ class ObservedRequest(Protocol):
         """The request's tenant."""
 
     @property
-    def in_the_gaps(self) -> bool:
+    def is_batch(self) -> bool:
         """True for a request of the batch class, which only uses spare capacity."""
+
+    @property
+    def output_tokens(self) -> int: ...
 
     @property
     def trace(self) -> Trace | None:

@@ -19,9 +19,9 @@ MAX_ENTRIES = 6000
 MAX_TEXT = 200
 
 
-def text(value: str, most: int = MAX_TEXT) -> str:
+def text(value: str, max_chars: int = MAX_TEXT) -> str:
     """Shorten a client's text, and replace invalid characters."""
-    return value[:most].encode(errors="replace").decode()
+    return value[:max_chars].encode(errors="replace").decode()
 
 
 @dataclass(slots=True)

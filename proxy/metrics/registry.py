@@ -166,20 +166,13 @@ class Metrics:
         """Count a stream that could not be continued; `why` has few values."""
         self.lost_streams[why] += 1
 
-    def count_failed_handover(self, lease: Lease, *, wrequest_infoed: bool) -> None:
-        """Count a hand-over that failed before the client got a byte.
-
-        `wrequest_infoed` is True if the request was sent to the decode worker.
-        """
-        after = "decode_failed" if wrequest_infoed else "given_up"
+    def count_failed_handover(self, lease: Lease, *, sent_to_decode: bool) -> None:
+        """Count a hand-over that failed before the client got a byte."""
+        after = "decode_failed" if sent_to_decode else "given_up"
         self.handovers.count_end(after if lease.sent else "prefill_failed")
 
     def count_left_handover(self, lease: Lease) -> None:
         self.handovers.count_end("client_left_decode" if lease.sent else "client_left_prefill")
-
-    def count_handover_end(self, outcome: str) -> None:
-        """Count the outcome of a hand-over or of abandoned blocks. `outcome` is a label."""
-        self.handovers.count_end(outcome)
 
     def model_label(self, model: str) -> str:
         """Return the label of a model; `other` for models that no worker serves."""

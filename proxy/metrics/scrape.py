@@ -323,7 +323,7 @@ def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
     page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
     page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
-    page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
+    page.values(PINNED, ((labels, w.unfetched_handovers) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     now = time.monotonic()
     page.values(SLOTS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))

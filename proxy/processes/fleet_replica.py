@@ -41,7 +41,7 @@ class FleetReplica:
         self,
         router: Router,
         discovery: Discovery,
-        sharing: SharedLoad,
+        shared_load: SharedLoad,
         clock: Callable[[], float],
         *,
         alone: bool = False,
@@ -51,9 +51,9 @@ class FleetReplica:
         self._alone = alone
         self._discovered: Mapping[str, Endpoints] = {}
         self._fleet = router.fleet
-        self._sharing = sharing
+        self._shared_load = shared_load
         self._clock = clock
-        self._rows = WorkerRows(sharing, clock)
+        self._rows = WorkerRows(shared_load, clock)
         self._rows_of: dict[Worker, AssignedRow] = {}
         self._sent_states: dict[Worker, tuple[object, ...]] = {}
         self._sent_links: set[tuple[str, float, str, float]] = set()
@@ -237,12 +237,12 @@ class FleetReplica:
     def _share_row(self, worker: Worker, assigned: AssignedRow) -> None:
         self._rows_of[worker] = assigned
         if assigned.row != NO_ROW:
-            self._sharing.share_worker(worker, *assigned)
+            self._shared_load.share_worker(worker, *assigned)
 
     def _forget_worker(self, worker: Worker) -> None:
         self._rows_of.pop(worker, None)
         self._sent_states.pop(worker, None)
-        self._sharing.forget_worker(worker)
+        self._shared_load.forget_worker(worker)
 
 
 def _assigned_row_of(known: KnownWorker) -> AssignedRow:

@@ -103,7 +103,7 @@ class WorkerDrained:
 
     name: str
     draining: bool
-    now: bool = False  # its requests move to other workers
+    at_once: bool = False  # its requests move to other workers
 
 
 @dataclass(frozen=True, slots=True)

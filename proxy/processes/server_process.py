@@ -71,7 +71,7 @@ class ServerProcess:
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
         self.app.drained = self._drain_elsewhere
-        self.app.wire.pages = self.page
+        self.app.wire.write_metrics = self.page
         self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
@@ -79,8 +79,8 @@ class ServerProcess:
         shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
         if begin.processes == 1:
-            soon = FlushTimer(lambda: self._sharing.has_urgent()).start  # noqa: PLW0108 -- made next
-        self._sharing, self._queues = share_router(
+            soon = FlushTimer(lambda: self._shared_load.has_urgent()).start  # noqa: PLW0108 -- made next
+        self._shared_load, self._queues = share_router(
             router, shared, index, clock, soon, life=time.monotonic_ns()
         )
         router.report_stored_response = self._publish_response
@@ -89,14 +89,16 @@ class ServerProcess:
             password = begin.keys.shared
             limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
             self._limiter = limiter
-            self._sharing.urgent = UrgentChanges(
-                shared, self._sharing.sheet, lambda: channel.send(UrgentChange())
+            self._shared_load.urgent = UrgentChanges(
+                shared, self._shared_load.sheet, lambda: channel.send(UrgentChange())
             )
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
         alone = begin.processes == 1
         self._idle_s = ALONE_INTERVAL_S if alone else IDLE_INTERVAL_S
-        self._replica = FleetReplica(router, self.app.discovery, self._sharing, clock, alone=alone)
+        self._replica = FleetReplica(
+            router, self.app.discovery, self._shared_load, clock, alone=alone
+        )
         self._channel = channel
         self._addresses = begin.addresses
         self._clock = clock
@@ -141,11 +143,11 @@ class ServerProcess:
                 self._run_in_background(reload(self.app))
             case ConfigReloaded(config, keys):
                 self._apply_config(config, keys)
-            case WorkerDrained(name, draining, now):
+            case WorkerDrained(name, draining, at_once):
                 if self.app.leads:
                     self.app.fleet.roster.drain(name, draining=draining)
                     self._send_changes()
-                    if now:
+                    if at_once:
                         self._run_in_background(self.move_requests(name))
             case Drain():
                 self.drain()
@@ -203,10 +205,10 @@ class ServerProcess:
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         await self._ask("logs", (requests, dict(levels)))
 
-    def _drain_elsewhere(self, name: str, draining: bool, now: bool) -> None:
+    def _drain_elsewhere(self, name: str, draining: bool, at_once: bool) -> None:
         """Have all other processes, on other hosts too, drain or undrain a worker."""
         self._send_changes()
-        self._channel.send(WorkerDrained(name, draining, now))
+        self._channel.send(WorkerDrained(name, draining, at_once))
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
@@ -284,17 +286,17 @@ class ServerProcess:
         self._channel.send(Serving())
 
     async def _watch(self) -> None:
-        wire, sharing = self.app.wire, self._sharing
+        wire, shared_load = self.app.wire, self._shared_load
         seen = 0
         while True:
             now = self._clock()
-            sharing.sheet.write_count(ALIVE, int(now))
-            sharing.read_remote_charges(now)
-            sharing.publish_written()
-            if wire.queued and (sharing.changes != seen or self._queues.holds_back):
+            shared_load.sheet.write_count(ALIVE, int(now))
+            shared_load.read_remote_charges(now)
+            shared_load.publish_written()
+            if wire.queued and (shared_load.changes != seen or self._queues.holds_back):
                 self._queues.holds_back = False
                 wire.dispatch_queued(now)
-            seen = sharing.changes
+            seen = shared_load.changes
             if self.app.leads:
                 self._send_changes()
             self._queues.request_came.clear()

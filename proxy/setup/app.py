@@ -373,5 +373,5 @@ def _make_admin_server(app: App, sock: socket.socket) -> AdminServer:
     return server
 
 
-def _ignore_drain(name: str, draining: bool, now: bool) -> None:
+def _ignore_drain(name: str, draining: bool, at_once: bool) -> None:
     """Do nothing: no other host has to know."""

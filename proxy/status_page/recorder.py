@@ -214,7 +214,7 @@ class LiveRecorder:
             class_of(info),
             pool, worker, prefill, reason, status,
             None if info is None else info.prompt_tokens,
-            None if first is None else seen.opening + seen.tokens,
+            None if first is None else seen.output_tokens,
             self.ms(seen.started), self.ms(placed), self.ms(seen.prefilled_at),
             self.ms(first), self.ms(ended),
         ]  # fmt: skip

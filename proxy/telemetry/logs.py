@@ -198,7 +198,7 @@ def log_fields(
         "outcome": outcome(status),
         **(_unread(seen) if info is None else _sizes(info)),
         "sent_bytes": seen.sent_bytes,
-        "output_tokens": None if first is None else seen.opening + seen.tokens,
+        "output_tokens": None if first is None else seen.output_tokens,
         "queue_ms": milliseconds(seen.queue_s),
         "prefill_ms": ms_between(placed, first if handover is None else prefilled),
         "transfer_ms": None if handover is None else ms_between(prefilled, first),
@@ -225,7 +225,7 @@ def _sizes(info: RequestInfo) -> dict[str, Any]:
 def _unread(seen: ObservedRequest) -> dict[str, Any]:
     known = {
         "tenant": None if seen.tenant is None else seen.tenant.name,
-        "class": BATCH if seen.in_the_gaps else None,
+        "class": BATCH if seen.is_batch else None,
     }
     return UNREAD | known
 

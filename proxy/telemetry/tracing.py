@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.errors import ProxyError
 from proxy.http.trace import Trace, WorkerSpan, new_id
@@ -31,7 +31,15 @@ MISSING = (
     "router.tracing: OpenTelemetry is not installed; pip install 'vllm-sched[otel]', or remove "
     "router.tracing"
 )
-Span = tuple[str, int, int, int, int, dict[str, Any]]  # name, id, parent, start, end, attributes
+
+
+class Span(NamedTuple):
+    name: str
+    id: int
+    parent: int
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
 
 
 class Tracing:
@@ -64,24 +72,24 @@ class Tracing:
 
         flags = TraceFlags(TraceFlags.SAMPLED)
         legs = {leg.span for leg in trace.legs}
-        for name, span, parent, start, end, attributes in spans_of(seen, trace, now, route, reason):
-            own = span == trace.span
+        for span in spans_of(seen, trace, now, route, reason):
+            own = span.id == trace.span
             failed = own and status >= SERVER_ERROR
             if own:
-                attributes["http.response.status_code"] = status
-            above = SpanContext(trace.trace, parent, is_remote=own, trace_flags=flags)
+                span.attributes["http.response.status_code"] = status
+            above = SpanContext(trace.trace, span.parent, is_remote=own, trace_flags=flags)
             kind = SpanKind.SERVER if own else SpanKind.INTERNAL
             self._processor.on_end(
                 ReadableSpan(
-                    name=name,
-                    context=SpanContext(trace.trace, span, is_remote=False, trace_flags=flags),
-                    parent=above if parent else None,
+                    name=span.name,
+                    context=SpanContext(trace.trace, span.id, is_remote=False, trace_flags=flags),
+                    parent=above if span.parent else None,
                     resource=self._resource,
-                    attributes={k: v for k, v in attributes.items() if v is not None},
-                    kind=SpanKind.CLIENT if span in legs else kind,
+                    attributes={k: v for k, v in span.attributes.items() if v is not None},
+                    kind=SpanKind.CLIENT if span.id in legs else kind,
                     status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
-                    start_time=start,
-                    end_time=max(end, start),
+                    start_time=span.start_ns,
+                    end_time=max(span.end_ns, span.start_ns),
                 )
             )
 
@@ -101,7 +109,7 @@ def spans_of(
         return wall - round((now - at) * 1e9)
 
     info, decision, first = seen.info, seen.decision, seen.first_token_at
-    yield (
+    yield Span(
         f"router {route}", trace.span, trace.parent or 0, ns(seen.started), wall,
         {
             "proxy.request_id": seen.id,
@@ -110,24 +118,25 @@ def spans_of(
             "gen_ai.request.model": None if info is None else info.model,
             "proxy.class": None if info is None else class_of(info),
             "proxy.prompt_tokens": None if info is None else info.prompt_tokens,
-            "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
+            "gen_ai.usage.output_tokens": None if first is None else seen.output_tokens,
         },
     )  # fmt: skip
     if seen.placed_at is not None or seen.queue_s:
         # The time on a worker that failed belongs to its leg, not to the queue.
         waited_until = seen.started + seen.queue_s
-        yield "queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {}
+        yield Span("queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {})
     # Without a leg, `ends` still has one item: the request was refused, or the client left.
     ends = [after.at_ns for after in trace.legs[1:]] + [wall]
     for number, (leg, end) in enumerate(zip(trace.legs, ends, strict=False)):
         handed = number > 0 and trace.legs[number - 1].role == PREFILL
-        yield _name(leg, handed), leg.span, trace.span, leg.at_ns, end, {"proxy.worker": leg.worker}
+        attributes = {"proxy.worker": leg.worker}
+        yield Span(_name(leg, handed), leg.span, trace.span, leg.at_ns, end, attributes)
     if first is None or not trace.legs:
         return
     last = trace.legs[-1]
     before = "transfer" if seen.prefilled_at is not None else "prefill"
-    yield before, new_id(64), last.span, last.at_ns, ns(first), {}
-    yield "decode", new_id(64), last.span, ns(first), wall, {}
+    yield Span(before, new_id(64), last.span, last.at_ns, ns(first), {})
+    yield Span("decode", new_id(64), last.span, ns(first), wall, {})
 
 
 def _name(leg: WorkerSpan, handed: bool) -> str:

@@ -51,9 +51,9 @@ def _may_think_long(info: RequestInfo, body: bytes) -> bool:
 
 
 def decode_body(
-    connector: Connector, pair: Pair, taken: PrefillResult, info: RequestInfo, body: bytes
+    connector: Connector, pair: Pair, result: PrefillResult, info: RequestInfo, body: bytes
 ) -> bytes:
-    fields = connector.decode(pair, taken)
+    fields = connector.decode(pair, result)
     if id_fields := _id(connector, pair, info):
         fields = {**fields, **id_fields}
     return edit_members(body, fields, info.field_names) if fields else body

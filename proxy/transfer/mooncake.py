@@ -40,7 +40,7 @@ class Mooncake(Connector):
         }
         return {PARAMS: text(params), "min_tokens": b"1"}
 
-    def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
+    def result_of(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
         """Return the location of the blocks, which does not depend on the response."""
         side = pair.prefill
         host = f"[{side.host}]" if ":" in side.host else side.host

@@ -60,13 +60,13 @@ class Nixl(Connector):
         """Return the hand-over's id in push mode."""
         return pair.id.encode() if self.config.mode == "push" else None
 
-    def release(self, taken: PrefillResult) -> bytes | None:
+    def release(self, result: PrefillResult) -> bytes | None:
         """Return the release request; None in push mode."""
-        return None if self.config.mode == "push" else super().release(taken)
+        return None if self.config.mode == "push" else super().release(result)
 
-    def doubt(self, pair: Pair, taken: PrefillResult) -> str:
+    def warning(self, pair: Pair, result: PrefillResult) -> str:
         """Return a warning if the blocks are at another host's loopback address."""
-        host = orjson.loads(taken.params or b"{}").get("remote_host")
+        host = orjson.loads(result.params or b"{}").get("remote_host")
         first, second = pair.prefill, pair.decode
         if (
             type(host) is not str
@@ -80,7 +80,7 @@ class Nixl(Connector):
             f"with VLLM_NIXL_SIDE_CHANNEL_HOST={first.host}"
         )
 
-    def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
+    def result_of(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
         """Return the response's parameters unchanged, if they are complete."""
         params = params_of(response)
         if not _are_whole(params, pushed=self.config.mode == "push"):

@@ -71,24 +71,24 @@ class Connector:
         """Return the prefill leg's fields, besides the output limit and `stream`."""
         return NOTHING
 
-    def take(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
+    def result_of(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
         return PrefillResult(None, cached_tokens_in(response))
 
-    def taken(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
-        """Return the result of `take`, or an empty result for an invalid response."""
+    def valid_result(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
+        """Return the result of `result_of`, or an empty result for an invalid response."""
         try:  # orjson parses deeper nesting than it serialises
-            return self.take(pair, response)
+            return self.result_of(pair, response)
         except (TypeError, ValueError):
             return PrefillResult()
 
-    def decode(self, pair: Pair, taken: PrefillResult) -> Fields:  # noqa: ARG002
-        return NOTHING if taken.params is None else {PARAMS: taken.params}
+    def decode(self, pair: Pair, result: PrefillResult) -> Fields:  # noqa: ARG002
+        return NOTHING if result.params is None else {PARAMS: result.params}
 
     def request_id(self, pair: Pair) -> bytes | None:  # noqa: ARG002
         """Return the X-Request-Id that both legs must have; None if any id will do."""
         return None
 
-    def doubt(self, pair: Pair, taken: PrefillResult) -> str:  # noqa: ARG002
+    def warning(self, pair: Pair, result: PrefillResult) -> str:  # noqa: ARG002
         """Return what is wrong with the parameters and the remedy; empty if nothing is.
 
         Checked once per pair: a decode worker that can't reach the prefill worker may compute the
@@ -96,14 +96,14 @@ class Connector:
         """
         return ""
 
-    def release(self, taken: PrefillResult) -> bytes | None:
+    def release(self, result: PrefillResult) -> bytes | None:
         """Return a /v1/completions body that has a decode worker release the blocks, or None."""
-        if taken.params is None:
+        if result.params is None:
             return None
         return b'{"model":"%b","prompt":[0],"max_tokens":1,"%b":%b}' % (
             NO_MODEL.encode(),
             PARAMS.encode(),
-            taken.params,
+            result.params,
         )
 
 

@@ -32,17 +32,12 @@ if TYPE_CHECKING:
 
 
 class Expiring(Protocol):
-    """An object with a deadline."""
-
     deadline: float
 
-    def expire(self, now: float) -> None:
-        """Handle a passed deadline."""
+    def expire(self, now: float) -> None: ...
 
 
 class ServedClient(Client, Expiring, Protocol):
-    """A client's connection."""
-
     def limit(self, settings: WireSettings) -> None:
         """Apply new limits to later requests."""
 
@@ -52,16 +47,12 @@ class ServedClient(Client, Expiring, Protocol):
     def close_if_idle(self, now: float, min_idle_s: float = -inf) -> None:
         """Close a connection that has been idle for this long."""
 
-    def close_for_drain(self, now: float) -> None:
-        """Close the connection at shutdown."""
+    def close_for_drain(self, now: float) -> None: ...
 
-    def abort(self) -> None:
-        """Close immediately."""
+    def abort(self) -> None: ...
 
 
 class ServedExchange(Conversation, Expiring, Protocol):
-    """An exchange."""
-
     record: RequestRecord
 
     def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
@@ -81,8 +72,6 @@ class ServedExchange(Conversation, Expiring, Protocol):
 
 
 class WireContext(Protocol):
-    """The server."""
-
     router: Router
     connector: Connector | None
     settings: WireSettings
@@ -94,9 +83,9 @@ class WireContext(Protocol):
     unread: set[ServedClient]  # checked regularly
     exchanges: set[ServedExchange]
     queued: dict[Ticket, ServedExchange]
-    visits: set[Conversation]  # that are no exchanges
+    local_requests: set[Conversation]  # that no worker serves
     releases: set[Expiring]  # of KV blocks
-    pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
+    write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
     counting: set[TokenizeRequest]
     outbox: WriteBatch
     pools: ConnectionPools
@@ -104,16 +93,14 @@ class WireContext(Protocol):
     large_bodies: LargeBodyQueue
     continuations: ContinuationLog
 
-    def new_id(self) -> bytes:
-        """Return a request id."""
+    def new_id(self) -> bytes: ...
 
     def check_head(self, head: RequestHead) -> None:
         """Set the route or the refusal of a request."""
 
     def begin(
         self, client: ServedClient, request: Request, route: Route, came_at: float
-    ) -> Conversation:
-        """Return a conversation."""
+    ) -> Conversation: ...
 
     def count_refused(
         self,
@@ -133,28 +120,21 @@ class WireContext(Protocol):
     ) -> None:
         """Count a request that reached no worker."""
 
-    def add_client(self, client: ServedClient, file: int) -> None:
-        """Keep a connection."""
+    def add_client(self, client: ServedClient, file: int) -> None: ...
 
-    def remove_client(self, client: ServedClient) -> None:
-        """Forget a connection."""
+    def remove_client(self, client: ServedClient) -> None: ...
 
-    def remove_exchange(self, exchange: ServedExchange) -> None:
-        """Forget an exchange."""
+    def remove_exchange(self, exchange: ServedExchange) -> None: ...
 
-    def remove_visit(self, visit: Conversation) -> None:
-        """Forget a visit."""
+    def remove_local_request(self, request: Conversation) -> None: ...
 
-    def remove_release(self, release: Expiring) -> None:
-        """Forget a block release."""
+    def remove_release(self, release: Expiring) -> None: ...
 
     def make_tokenize_request(
         self, now: float, done: Callable[[float, int | None], None]
-    ) -> TokenizeRequest:
-        """Return a new /tokenize request."""
+    ) -> TokenizeRequest: ...
 
-    def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
-        """Queue an exchange."""
+    def queue(self, ticket: Ticket, exchange: ServedExchange) -> None: ...
 
     def has_same_id(self, request: Request) -> bool:
         """Return whether another request in flight has this id."""

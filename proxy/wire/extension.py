@@ -1,4 +1,4 @@
-"""Protocols for extensions and conversations."""
+"""Protocols between the data path and an extension, such as the Batches API."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Recipient(Protocol):
 class Conversation(Protocol):
     """One request and its response."""
 
-    def start(self, now: float) -> None:
-        """Start the work."""
+    def start(self, now: float) -> None: ...
 
     def pause(self) -> None:
         """Stop writing until `resume`."""
@@ -49,8 +48,7 @@ class Conversation(Protocol):
     def resume(self, now: float) -> None:
         """Write again."""
 
-    def client_left(self, now: float) -> None:
-        """Stop: the client has left."""
+    def client_left(self, now: float) -> None: ...
 
     def end_for_shutdown(self, now: float) -> None:
         """End: the router stops."""

@@ -89,9 +89,10 @@ class WireServer:
         self.exchanges: set[ServedExchange] = set()
         self.tls: ssl.SSLContext | None = None  # set before `start`
         self.extension: Extension | None = None  # set before `start`
-        self.visits: set[Conversation] = set()
-        # Writes the metrics page of all processes.
-        self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = partial(write_page, metrics)
+        self.local_requests: set[Conversation] = set()
+        # Writes the metrics page of all processes, as OpenMetrics or not.
+        self.write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
+        self.write_metrics = partial(write_page, metrics)
         self.queued: dict[Ticket, ServedExchange] = {}
         self.counting: set[TokenizeRequest] = set()
         self.releases: set[Expiring] = set()
@@ -141,7 +142,7 @@ class WireServer:
         self._stop_listening()
         for client in list(self.clients):
             client.close_if_idle(self.clock())
-        await self._wait_until(lambda: not self.exchanges and not self.visits, give_up)
+        await self._wait_until(lambda: not self.exchanges and not self.local_requests, give_up)
         await self.close(give_up)
 
     async def close(self, deliver_by: float = -inf) -> None:
@@ -150,7 +151,7 @@ class WireServer:
         now = self.clock()
         if self.exchanges:
             logger.warning("%d unfinished requests are ended", len(self.exchanges))
-        for conversation in [*self.exchanges, *self.visits]:
+        for conversation in [*self.exchanges, *self.local_requests]:
             conversation.end_for_shutdown(now)
         for client in list(self.clients):
             client.close_for_drain(now)
@@ -288,9 +289,9 @@ class WireServer:
         if not self.exchanges:
             self._wake()
 
-    def remove_visit(self, visit: Conversation) -> None:
-        self.visits.discard(visit)
-        if not self.visits:
+    def remove_local_request(self, request: Conversation) -> None:
+        self.local_requests.discard(request)
+        if not self.local_requests:
             self._wake()
 
     def remove_release(self, release: Expiring) -> None:
@@ -308,8 +309,8 @@ class WireServer:
 
     def _lacks_files(self, lowest: float) -> bool:
         """Return whether files would lack if all clients had requests."""
-        most = self._listener.max_files
-        return 2 * lowest > most and lowest + len(self.clients) - self.pools.busy() > most
+        limit = self._listener.max_files
+        return 2 * lowest > limit and lowest + len(self.clients) - self.pools.busy() > limit
 
     def remove_client(self, client: ServedClient) -> None:
         self.clients.discard(client)

@@ -18,7 +18,7 @@ SUSPENDED_LAG_S = 1.0
 
 
 class Ticks:
-    """Calls `check` at each tick, and tells it whether a sweep is due."""
+    """Calls `check` at each tick with the time and whether a sweep is due."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ def decode_timeout_s(lease: Lease, within_s: float) -> float:
     if info.stream or within_s == inf:
         return within_s
     output = info.output_tokens
-    tokens = lease.worker.limit - info.largest_prompt if output is None else output
+    tokens = lease.worker.context_limit - info.largest_prompt if output is None else output
     return within_s + tokens * _late_step_s(lease)
 
 
@@ -65,4 +65,4 @@ def prefill_timeout_s(lease: Lease, least_s: float, usual_s: float) -> float:
 
 def _late_step_s(lease: Lease) -> float:
     pace = lease.worker.pace
-    return LATE_FACTOR * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S
+    return LATE_FACTOR * pace.step_s(lease.worker.num_decoding + 1) if pace.steps else SLOW_STEP_S

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
+from vllm_sched.cost.backlog_model import BacklogModel, expected_batch
 from vllm_sched.cost.recursion import Recursion, binomial
-from vllm_sched.cost.regime import Regime, expected_batch
 
 
-def regime(*, decodes_pause: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:
-    return Regime(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, decodes_pause=decodes_pause)
+def model(*, decodes_pause: bool, slots: int = 32, mean_output: float = 40.0) -> BacklogModel:
+    return BacklogModel(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, decodes_pause=decodes_pause)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_binomial_distribution_is_exact(trials: int, chance: float) -> None:
 
 def test_two_slots_match_a_calculation_by_hand() -> None:
     # From two active: two depart (1/4), one (1/2) or none (1/4), in a step of 10 ms + 1 ms each.
-    system = Regime(2, 2.0, 0.010, 0.001, 0.008, 0.005, decodes_pause=True)
+    system = BacklogModel(2, 2.0, 0.010, 0.001, 0.008, 0.005, decodes_pause=True)
     at_one = Recursion(system).solve_for(1)
     assert at_one.steps == pytest.approx(4 / 3)
     assert at_one.batch == pytest.approx(4 / 3)
@@ -46,7 +46,7 @@ def test_two_slots_match_a_calculation_by_hand() -> None:
 @pytest.mark.parametrize("decodes_pause", [True, False])
 @pytest.mark.parametrize("threshold", [1, 4, 16, 32])
 def test_departures_follow_littles_law(decodes_pause: bool, threshold: int) -> None:
-    system = regime(decodes_pause=decodes_pause)
+    system = model(decodes_pause=decodes_pause)
     found = Recursion(system).solve_for(threshold)
     # Little's law: departures per step are active slots over the mean output.
     steps = found.steps + (0 if decodes_pause else 1)
@@ -55,20 +55,20 @@ def test_departures_follow_littles_law(decodes_pause: bool, threshold: int) -> N
 
 @pytest.mark.parametrize("decodes_pause", [True, False])
 def test_best_threshold_is_the_maximum_over_all(decodes_pause: bool) -> None:
-    exact = Recursion(regime(decodes_pause=decodes_pause))
+    exact = Recursion(model(decodes_pause=decodes_pause))
     rates = [exact.solve_for(k).throughput for k in range(1, 33)]
     assert exact.best() == 1 + rates.index(max(rates))
 
 
 def test_outputs_of_one_token_depart_together() -> None:
-    found = Recursion(regime(decodes_pause=True, mean_output=1.0)).solve_for(5)
+    found = Recursion(model(decodes_pause=True, mean_output=1.0)).solve_for(5)
     assert found.batch == 32
     assert found.steps == 1
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 20])
 def test_expected_batch_time_above_a_floor_matches_sampling(prompts: int) -> None:
-    system = Regime(32, 40.0, 0.010, 1e-4, 0.008, 0.005, floor_s=0.025)
+    system = BacklogModel(32, 40.0, 0.010, 1e-4, 0.008, 0.005, floor_s=0.025)
     rng = random.Random(1)
     drawn = [
         max(0.025, 0.008 + 0.005 * sum(rng.expovariate(1.0) for _ in range(prompts)))
@@ -79,5 +79,5 @@ def test_expected_batch_time_above_a_floor_matches_sampling(prompts: int) -> Non
 
 
 def test_expected_batch_time_without_a_floor_uses_the_mean_length() -> None:
-    system = regime(decodes_pause=True)
+    system = model(decodes_pause=True)
     assert expected_batch(system, 7) == system.batch_seconds(7)

@@ -82,7 +82,8 @@ def test_step_counts_running_decoding_and_waiting_requests(probed: MakeProbed) -
     bench, probe = probed(20, 300, 10, max_num_seqs=2, num_blocks=101)
     bench.steps(3)
     seen = probe.steps[2]
-    assert (seen.running, seen.waiting, seen.holding_kv, seen.free_slots) == (2, 1, 0, 0)
+    assert (seen.num_running, seen.num_waiting, seen.num_holding_kv) == (2, 1, 0)
+    assert seen.free_slots == 0
     assert names(seen.decoding) == ["0"]
     assert names(seen.prefills) == ["1"]
     assert (seen.decode_tokens, seen.context_tokens) == (1, 21)
@@ -101,7 +102,7 @@ def test_waiting_requests_with_kv_blocks_are_counted_separately(probed: MakeProb
     bench.scheduler.kv_holding_waiting.add_request(holder)
     bench.scheduler.requests["holder"] = holder
     bench.scheduler._planner.begin_step(bench.now, bench.now)
-    assert (probe.steps[-1].waiting, probe.steps[-1].holding_kv) == (1, 1)
+    assert (probe.steps[-1].num_waiting, probe.steps[-1].num_holding_kv) == (1, 1)
 
 
 # Arrivals and departures
@@ -119,12 +120,12 @@ def test_departures_include_aborts_but_not_preemptions(probed: MakeProbed) -> No
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert probe.gone == []
     bench.step()
-    assert probe.steps[-1].departed == 0
+    assert probe.steps[-1].num_departed == 0
     for name in "12":
         bench.abort(name)
     assert probe.gone == ["1", "2"]
     bench.step()
-    assert probe.steps[-1].departed == 1  # the other request was not running
+    assert probe.steps[-1].num_departed == 1  # the other request was not running
     bench.drain()
     assert probe.gone == ["1", "2", "0"]
 

@@ -118,7 +118,7 @@ def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
             index, (_, prompt, output, lane) = waiting.pop(0)
             extra_args = {} if lane is None else {"lane": lane}
             engine.add(NewRequest(str(index), prompt, output, extra_args=extra_args), now)
-        if engine.unfinished:
+        if engine.num_unfinished:
             step = engine.schedule(now)
             steps.append([] if step is None else sorted(step.output.num_scheduled_tokens.values()))
             if step is not None:
@@ -126,4 +126,4 @@ def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
                 engine.finish(step, now)
         elif not waiting:
             return steps
-    raise AssertionError(f"{engine.unfinished} never finished")
+    raise AssertionError(f"{engine.num_unfinished} never finished")

@@ -27,7 +27,7 @@ def test_step_has_the_shape_of_its_work() -> None:
     assert [shape.context_tokens for shape in shapes] == [0, 0, 201, 202]
     assert [(each.id, each.tokens, each.finished) for each in events] == [("a", 1, True)]
     assert engine.schedule(9.0) is None
-    assert engine.counts == (0, 0)
+    assert engine.num_unfinished == 0
 
 
 def test_policies_see_only_the_virtual_clock() -> None:

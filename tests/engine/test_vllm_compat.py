@@ -94,7 +94,7 @@ def test_missing_names_are_listed(
 ) -> None:
     monkeypatch.setattr(owner, name, other)
     names = [f"{owner.__name__}.{each.replace('.*', name)}" for each in missing]
-    assert vllm_compat.missing_seams() == names
+    assert vllm_compat.missing_names() == names
 
 
 def test_missing_vllm_error_names_the_package() -> None:

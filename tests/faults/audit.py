@@ -45,7 +45,7 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
         "queued bytes": router.queue.bytes,
         "counts of tokens": len(wire.counting),
         "releases": len(wire.releases),
-        "visits": len(wire.visits),
+        "local_requests": len(wire.local_requests),
         "bytes of bodies": wire.collecting.held,
         "answers expected": len(app.fleet._silent),
         "clients": len(wire.clients),
@@ -63,7 +63,7 @@ def charges(worker: Worker) -> tuple[int, ...]:
         worker.prefill_tokens,
         worker.decode_tokens,
         worker.kv_tokens,
-        worker.decoding,
+        worker.num_decoding,
     )
 
 

@@ -16,7 +16,7 @@ from proxy.config import FleetConfig
 from tests.fleet.test_handover import FREED_S, Ends, handing_over, listed, wait_freed
 from tests.fleet.test_router import PATIENT
 from tests.fleet.test_worker import complete, prompt
-from vllm_sched.workers.transfer import DEFAULT_LEASE_S
+from vllm_sched.workers.connectors import DEFAULT_LEASE_S
 
 NEITHER = "neither"
 FOR_S, WITHIN_S = 5.0, 60.0

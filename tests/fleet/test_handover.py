@@ -30,9 +30,9 @@ from tests.fleet.test_worker import (
     settled,
 )
 from tests.proxy.wire.site import eventually
+from vllm_sched.workers.connectors import DEFAULT_LEASE_S
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
-from vllm_sched.workers.transfer import DEFAULT_LEASE_S
 
 # The third worker starts early, for later files.
 pytestmark = pytest.mark.usefixtures("third_or_dead")

@@ -40,8 +40,8 @@ from tests.fleet.test_worker import (
     settled,
 )
 from tests.proxy.wire.site import eventually
+from vllm_sched.workers.connectors import DEFAULT_LEASE_S
 from vllm_sched.workers.launch import Worker
-from vllm_sched.workers.transfer import DEFAULT_LEASE_S
 
 Entry = dict[str, object]
 GENERAL, OTHER, SECOND = "general-0", "decode-1", "prefill-1"

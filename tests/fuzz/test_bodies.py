@@ -83,12 +83,12 @@ def finish_request(router: Router, lease: Lease, body: bytes, response: bytes) -
         first = prefill_body(NIXL, pair, lease.info, body)
         assert orjson.loads(first)["max_tokens"] == 1 or lease.info.route == "responses"
         answer = read_answer(response)
-        taken = NIXL.take(pair, answer)
-        second = decode_body(NIXL, pair, taken, lease.info, body)
+        result = NIXL.result_of(pair, answer)
+        second = decode_body(NIXL, pair, result, lease.info, body)
         known, lease.info.field_names = lease.info.field_names, None
         assert known is not None
         assert first == prefill_body(NIXL, pair, lease.info, body)
-        assert second == decode_body(NIXL, pair, taken, lease.info, body)
+        assert second == decode_body(NIXL, pair, result, lease.info, body)
         router.leases.end_prefill(lease, 3.0, usage_of(answer))
         orjson.loads(second)
     router.leases.record_first_token(lease, 4.0)

@@ -95,10 +95,10 @@ class ClosedLoop:
             decode_tokens=self._active,
             prefills=list(self._prefilling),
             free_slots=self.slots - running,
-            running=running,
-            waiting=self.backlog,
+            num_running=running,
+            num_waiting=self.backlog,
             context_tokens=self._context,
-            departed=self._gone,
+            num_departed=self._gone,
             paused_s=0.0 if self._paused_since is None else self.now - self._paused_since,
         )
         step.next_to_enter = lambda: (

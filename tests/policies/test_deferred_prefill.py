@@ -10,8 +10,8 @@ import pytest
 
 from tests.policies.closed_loop import ClosedLoop, FakeRequest
 from tests.policies.making import Bench
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
@@ -67,9 +67,9 @@ class Driver:
             prefills=(),
             free_slots=free,
             kv_blocked="head" if refused else None,
-            running=32 - free if running is None else running,
-            waiting=waiting,
-            departed=departed,
+            num_running=32 - free if running is None else running,
+            num_waiting=waiting,
+            num_departed=departed,
             kv_free=kv_free,
         )
         self.policy.begin_step(step, {DEFERRABLE: LaneCount(waiting, 0, 0.0)})
@@ -274,10 +274,10 @@ def loop(
 def test_paper_regime_reaches_nine_tenths_of_the_theoretical_gain(
     decodes_pause: bool, noise: float
 ) -> None:
-    regime = Regime.from_step_time(
+    backlog = BacklogModel.from_step_time(
         A100_MIXED, slots=256, mean_output=200, mean_prompt=220, decodes_pause=decodes_pause
     )
-    exact = Recursion(regime)
+    exact = Recursion(backlog)
     theory = exact.solve_for(exact.best()).throughput / exact.solve_for(1).throughput - 1
     plain, auto = (
         loop(noise=noise, decodes_pause=decodes_pause, departures=k).measured(4000, 6000)
@@ -346,13 +346,13 @@ def test_no_batch_of_prefills_exceeds_the_itl_target(
 
 @pytest.mark.parametrize("departures", ["auto", 26])
 def test_itl_target_caps_the_departures(departures: object) -> None:
-    regime = Regime.from_step_time(A100_MIXED, slots=256, mean_output=200, mean_prompt=220)
+    backlog = BacklogModel.from_step_time(A100_MIXED, slots=256, mean_output=200, mean_prompt=220)
     found = {}
     for itl_ms in (60.0, 120.0, 200.0, None):
         busy = loop(departures=departures, itl_ms=itl_ms).run(1500)
         k = found[itl_ms] = busy.policy.gauges()["k"]
         # Computed with the recent mean prompt; the minimum is one.
-        pause_s = regime.batch_seconds(0.8 * k) + regime.decode_seconds(regime.slots)
+        pause_s = backlog.batch_seconds(0.8 * k) + backlog.decode_seconds(backlog.slots)
         assert itl_ms in (None, 60.0) or pause_s <= itl_ms / 1000
     assert found[60.0] == 1 < found[120.0] < found[200.0] < found[None]
 
@@ -421,7 +421,7 @@ def test_requests_that_arrive_in_a_pause_do_not_prolong_it() -> None:
     for paused_s, enters in ((0.0, True), (0.010, True), (0.029, True), (0.031, False)):
         step = Step(
             index=1, now=paused_s, budget=2048, decode_tokens=8, prefills=(), free_slots=4,
-            running=8, paused_s=paused_s,
+            num_running=8, paused_s=paused_s,
         )  # fmt: skip
         policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
         # Decodes resume after 10 ms for the prompt and 10 ms for their own step.

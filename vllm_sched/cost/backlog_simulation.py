@@ -1,4 +1,4 @@
-"""Event simulation of the closed system of `regime`, request by request.
+"""Event simulation of the closed system of `backlog_model`, request by request.
 
 Outputs are geometric; prompts are exponential or equal. Sampling is stratified, so some ten
 thousand requests suffice. With one seed every threshold sees the same requests.
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.backlog_model import BacklogModel
 
 REQUESTS = 40_000
 
@@ -29,7 +29,7 @@ class BacklogRun:
 
 
 def simulate_backlog(
-    regime: Regime,
+    model: BacklogModel,
     threshold: int,
     *,
     requests: int = REQUESTS,
@@ -38,36 +38,38 @@ def simulate_backlog(
 ) -> BacklogRun:
     """Simulate a backlog until `requests` have departed, in whole cycles of prefill and decode."""
     rng = random.Random(seed)
-    count = requests + regime.slots
-    outputs = _outputs(rng, count, regime.mean_output)
+    count = requests + model.slots
+    outputs = _outputs(rng, count, model.mean_output)
     lengths = [1.0] * count if equal_prompts else [-math.log(u) for u in _stratified(rng, count)]
-    system = ClosedSystem(regime, outputs, lengths)
+    system = ClosedSystem(model, outputs, lengths)
     while True:
-        free = regime.slots - system.active
+        free = model.slots - system.active
         if free < threshold and system.active:
             system.skip_to_departure()
             system.run_step()
         elif system.departed < requests:
             system.run_step(joining=free)
         else:
-            return system.result(regime.batch_seconds(free))
+            return system.result(model.batch_seconds(free))
 
 
 class ClosedSystem:
     """An engine that starts with all slots taken, and its backlog."""
 
-    def __init__(self, regime: Regime, outputs: Sequence[int], lengths: Sequence[float]) -> None:
-        self.active = regime.slots
+    def __init__(
+        self, model: BacklogModel, outputs: Sequence[int], lengths: Sequence[float]
+    ) -> None:
+        self.active = model.slots
         self.departed = 0
-        self._regime = regime
+        self._model = model
         self._outputs = outputs
         self._lengths = lengths
-        self._admitted = regime.slots
+        self._admitted = model.slots
         self._now, self._completion_sum_s, self._served_sum_s = 0.0, 0.0, 0.0
         self._step = 0
         self._gaps: list[tuple[float, int]] = []
         self._ends: defaultdict[int, list[float]] = defaultdict(list)  # admissions, by last step
-        for output in outputs[: regime.slots]:
+        for output in outputs[: model.slots]:
             self._ends[output - 1].append(0.0)
         self._due = [*self._ends]  # heap of the steps in which requests end
         heapq.heapify(self._due)
@@ -76,16 +78,16 @@ class ClosedSystem:
         """Pass the equal steps before the next departure."""
         steps = self._due[0] - self._step
         if steps > 0:
-            seconds = self._regime.decode_seconds(self.active)
+            seconds = self._model.decode_seconds(self.active)
             self._now += steps * seconds
             self._gaps.append((seconds, steps * self.active))
             self._step = self._due[0]
 
     def run_step(self, joining: int = 0) -> None:
         prefill_s = self._admit(joining) if joining else 0.0
-        active, pauses = self.active, self._regime.decodes_pause
+        active, pauses = self.active, self._model.decodes_pause
         decoding = active + joining if pauses else active
-        decode_s = self._regime.decode_seconds(decoding)
+        decode_s = self._model.decode_seconds(decoding)
         step_s = prefill_s + decode_s
         self._now = now = self._now + step_s
         if active:
@@ -108,13 +110,13 @@ class ClosedSystem:
         self._admitted += count
         ends, now = self._ends, self._now
         # After a mixed step, decoding starts in the next step.
-        before_first = self._step - self._regime.decodes_pause
+        before_first = self._step - self._model.decodes_pause
         for output in self._outputs[ahead]:
             last = before_first + output
             if last not in ends:
                 heapq.heappush(self._due, last)
             ends[last].append(now)
-        return self._regime.batch_seconds(math.fsum(self._lengths[ahead]))
+        return self._model.batch_seconds(math.fsum(self._lengths[ahead]))
 
     def result(self, last_prefill_s: float) -> BacklogRun:
         departed, now = self.departed, self._now + last_prefill_s

@@ -31,19 +31,21 @@ def loss_against_double(loss: float) -> float:
     return loss / (2 - loss) if loss < 1 else 1.0
 
 
-def least_chunk(most: int, block: int) -> int:
+def least_chunk(max_tokens: int, block_tokens: int) -> int:
     """Return the smallest chunk to consider; half of it is still a block."""
-    return max(int(most * LEAST_SHARE), min(2 * block, most))
+    return max(int(max_tokens * LEAST_SHARE), min(2 * block_tokens, max_tokens))
 
 
-def best_chunk(time: StepTime, shape: StepShape, most: int, *, itl_s: float, block: int) -> int:
+def best_chunk(
+    time: StepTime, shape: StepShape, max_tokens: int, *, itl_s: float, block_tokens: int
+) -> int:
     """Return the chunk without notable loss, for a step like `shape` after `read_tokens`."""
 
     def seconds(tokens: int) -> float:
         chunk = Chunk(tokens, shape.read_tokens)
         return time.seconds(StepShape.from_chunks([chunk], shape.decodes, shape.context_tokens))
 
-    size, least = most, least_chunk(most, block)
+    size, least = max_tokens, least_chunk(max_tokens, block_tokens)
     took = seconds(size)
     while size // 2 >= least:
         half_s = seconds(size // 2)

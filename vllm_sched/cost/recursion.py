@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_sched.cost.regime import Regime, expected_batch
+from vllm_sched.cost.backlog_model import BacklogModel, expected_batch
 
 MIN_PROBABILITY = 1e-15
 MAX_CHANGE, MAX_ROUNDS = 1e-12, 200
@@ -26,8 +26,8 @@ class ThresholdResult:
 
 
 class Recursion:
-    def __init__(self, regime: Regime) -> None:
-        self.regime = regime
+    def __init__(self, model: BacklogModel) -> None:
+        self.model = model
         self._departure_rows: dict[int, tuple[int, list[float]]] = {}
         self._results: dict[int, ThresholdResult] = {}
 
@@ -37,7 +37,7 @@ class Recursion:
         return self._results[threshold]
 
     def best(self) -> int:
-        low, high = 1, self.regime.largest_threshold
+        low, high = 1, self.model.largest_threshold
         while high - low > 2:
             third = (high - low) // 3
             left, right = low + third, high - third
@@ -48,38 +48,38 @@ class Recursion:
         return max(range(low, high + 1), key=lambda k: self.solve_for(k).throughput)
 
     def _solve(self, threshold: int) -> ThresholdResult:
-        regime = self.regime
-        while_held, ends = self._descend({regime.slots: 1.0}, threshold)
-        for _ in range(0 if regime.decodes_pause else MAX_ROUNDS):
+        model = self.model
+        while_held, ends = self._descend({model.slots: 1.0}, threshold)
+        for _ in range(0 if model.decodes_pause else MAX_ROUNDS):
             before = ends
             while_held, ends = self._descend(self._after_batch(ends), threshold)
             changes = (abs(share - before.get(active, 0.0)) for active, share in ends.items())
             if sum(changes) < MAX_CHANGE:
                 break
-        seconds = sum(share * regime.decode_seconds(active) for active, share in while_held.items())
+        seconds = sum(share * model.decode_seconds(active) for active, share in while_held.items())
         steps = sum(while_held.values())
         worked = sum(share * active for active, share in while_held.items())
         batch = 0.0
         for active, share in ends.items():
-            prompts = regime.slots - active
+            prompts = model.slots - active
             batch += share * prompts
-            seconds += share * expected_batch(regime, prompts)
-            if not regime.decodes_pause:
-                seconds += share * regime.decode_seconds(active)
+            seconds += share * expected_batch(model, prompts)
+            if not model.decodes_pause:
+                seconds += share * model.decode_seconds(active)
                 worked += share * active
-        work_steps = steps + (0.0 if regime.decodes_pause else 1.0)
+        work_steps = steps + (0.0 if model.decodes_pause else 1.0)
         return ThresholdResult(
             throughput=batch / seconds if seconds > 0 else math.inf,
             batch=batch,
             steps=steps,
-            active=worked / work_steps if work_steps else float(regime.slots),
+            active=worked / work_steps if work_steps else float(model.slots),
         )
 
     def _descend(
         self, start: dict[int, float], threshold: int
     ) -> tuple[dict[int, float], dict[int, float]]:
         """Return the steps at each count of active slots, and the final distribution."""
-        slots = self.regime.slots
+        slots = self.model.slots
         coming = dict(start)
         spent: dict[int, float] = {}
         for active in range(slots, slots - threshold, -1):
@@ -101,13 +101,13 @@ class Recursion:
         for active, share in ends.items():
             least, row = self._departures(active)
             for departed, chance in enumerate(row, least):
-                left = self.regime.slots - departed
+                left = self.model.slots - departed
                 start[left] = start.get(left, 0.0) + share * chance
         return start
 
     def _departures(self, active: int) -> tuple[int, list[float]]:
         if active not in self._departure_rows:
-            self._departure_rows[active] = binomial(active, 1 / self.regime.mean_output)
+            self._departure_rows[active] = binomial(active, 1 / self.model.mean_output)
         return self._departure_rows[active]
 
 

@@ -122,7 +122,7 @@ class StepTime:
         return work + self._prompt_seconds(chunk.context)
 
     def curve_seconds(self, tokens: float) -> float:  # noqa: ARG002
-        """Return the curve's part of a step's time (see `curved`); 0 without a curve."""
+        """Return the curve's part of a step's time (see `curved_step_time`); 0 without a curve."""
         return 0.0
 
     def least_curve_seconds(self, tokens: float, steps: float) -> float:  # noqa: ARG002

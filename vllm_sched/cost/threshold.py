@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import UNBOUNDED
 
 # Half the optimal K has nearly the full gain and half the pause, if it keeps this throughput share.
@@ -40,72 +40,72 @@ def lower_lambert(exponent: float) -> float:
     return -u
 
 
-def asymptotic(regime: Regime) -> float:
+def asymptotic(model: BacklogModel) -> float:
     """Return the optimal K of a large system, not rounded."""
-    candidates = [_large_system(regime, fixed) for fixed in _fixed_costs(regime)]
-    return min(_better_candidate(regime, candidates), float(regime.largest_threshold))
+    candidates = [_large_system(model, fixed) for fixed in _fixed_costs(model)]
+    return min(_better_candidate(model, candidates), float(model.largest_threshold))
 
 
-def closed_form(regime: Regime) -> int:
+def closed_form(model: BacklogModel) -> int:
     """Return the optimal K; with a floor, by recursion."""
-    if regime.floor_s > regime.batch_fixed_s:
-        return Recursion(regime).best()
-    return min(_smallest_optimal(regime, regime.batch_fixed_s), regime.largest_threshold)
+    if model.floor_s > model.batch_fixed_s:
+        return Recursion(model).best()
+    return min(_smallest_optimal(model, model.batch_fixed_s), model.largest_threshold)
 
 
 def recommended(
-    regime: Regime, *, itl_s: float | None = None, max_delay_s: float | None = None
+    model: BacklogModel, *, itl_s: float | None = None, max_delay_s: float | None = None
 ) -> int:
     """Return the K to run: about half the optimum; 1 if not worthwhile."""
-    best = asymptotic(regime)
+    best = asymptotic(model)
     threshold, high = max(int(RUN_SHARE * best + 0.5), 1), math.ceil(best)
-    least = MIN_THROUGHPUT_SHARE * regime.throughput(best)
+    least = MIN_THROUGHPUT_SHARE * model.throughput(best)
     while threshold < high:
         middle = (threshold + high) // 2
-        if regime.throughput(middle) < least:
+        if model.throughput(middle) < least:
             threshold = middle + 1
         else:
             high = middle
     if itl_s is not None:
-        threshold = min(threshold, within_itl(regime, itl_s))
-    if max_delay_s is not None and (step := regime.decode_seconds(regime.slots)) > 0:
+        threshold = min(threshold, within_itl(model, itl_s))
+    if max_delay_s is not None and (step := model.decode_seconds(model.slots)) > 0:
         steps = max_delay_s / step
-        threshold = min(threshold, int(-regime.slots * math.expm1(-steps / regime.mean_output)))
-    return threshold if threshold > 1 and regime.gain(threshold) >= MIN_GAIN else 1
+        threshold = min(threshold, int(-model.slots * math.expm1(-steps / model.mean_output)))
+    return threshold if threshold > 1 and model.gain(threshold) >= MIN_GAIN else 1
 
 
-def within_itl(regime: Regime, itl_s: float) -> int:
+def within_itl(model: BacklogModel, itl_s: float) -> int:
     """Return how many mean prompts fit in a gap of `itl_s`."""
-    if regime.prompt_s <= 0:
-        return regime.slots
-    spare = itl_s - regime.decode_seconds(regime.slots) - regime.batch_fixed_s
-    return int(min(max(spare, 0.0) / regime.prompt_s, UNBOUNDED))
+    if model.prompt_s <= 0:
+        return model.slots
+    spare = itl_s - model.decode_seconds(model.slots) - model.batch_fixed_s
+    return int(min(max(spare, 0.0) / model.prompt_s, UNBOUNDED))
 
 
-def _fixed_costs(regime: Regime) -> list[float]:
+def _fixed_costs(model: BacklogModel) -> list[float]:
     # To small batches the floor is a fixed cost.
-    costs = [regime.batch_fixed_s]
-    return [*costs, regime.floor_s] if regime.floor_s > regime.batch_fixed_s else costs
+    costs = [model.batch_fixed_s]
+    return [*costs, model.floor_s] if model.floor_s > model.batch_fixed_s else costs
 
 
-def _better_candidate(regime: Regime, candidates: list[float]) -> float:
+def _better_candidate(model: BacklogModel, candidates: list[float]) -> float:
     if len(candidates) == 1:
         return candidates[0]
-    if regime.prompt_s > 0:
-        candidates = [*candidates, (regime.floor_s - regime.batch_fixed_s) / regime.prompt_s]
-    within_slots = [min(max(candidate, 1.0), regime.slots) for candidate in candidates]
-    return max(within_slots, key=regime.throughput)
+    if model.prompt_s > 0:
+        candidates = [*candidates, (model.floor_s - model.batch_fixed_s) / model.prompt_s]
+    within_slots = [min(max(candidate, 1.0), model.slots) for candidate in candidates]
+    return max(within_slots, key=model.throughput)
 
 
-def _large_system(regime: Regime, fixed: float) -> float:
-    shared = regime.mean_output * regime.decode_fixed_s
+def _large_system(model: BacklogModel, fixed: float) -> float:
+    shared = model.mean_output * model.decode_fixed_s
     if shared <= 0:
-        return float(regime.slots) if fixed > 0 else 1.0
-    return max(regime.slots * (1 + 1 / lower_lambert(fixed / shared)), 1.0)
+        return float(model.slots) if fixed > 0 else 1.0
+    return max(model.slots * (1 + 1 / lower_lambert(fixed / shared)), 1.0)
 
 
-def _smallest_optimal(regime: Regime, fixed: float) -> int:
-    slots, shared = regime.slots, regime.mean_output * regime.decode_fixed_s
+def _smallest_optimal(model: BacklogModel, fixed: float) -> int:
+    slots, shared = model.slots, model.mean_output * model.decode_fixed_s
     idle = 0.0
     for threshold in range(1, slots):
         idle += 1 / (slots - threshold + 1)

@@ -49,7 +49,7 @@ class EngineGauges:
         return self.by_name
 
     @property
-    def class_policy(self) -> int | None:
+    def class_policy_index(self) -> int | None:
         names = [policy.name for policy in self.policies]
         return names.index(CLASS_POLICY) if CLASS_POLICY in names else None
 
@@ -64,9 +64,9 @@ class EngineGauges:
             for policy, lane in zip(self.policies, lanes, strict=True):
                 key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)
-        number = self.class_policy
-        for lane, count in by_policy[number or 0].items():
-            name = ALL if number is None else label_of(lane)
+        index = self.class_policy_index
+        for lane, count in by_policy[index or 0].items():
+            name = ALL if index is None else label_of(lane)
             self.by_name["prefill_backlog_tokens"][name,] += count.tokens
 
     def _add_running(self) -> None:
@@ -88,10 +88,10 @@ class EngineGauges:
     def _add_prefills(self) -> None:
         backlog, prefills = self.by_name["prefill_backlog_tokens"], self.by_name["prefills_running"]
         prefills.update(dict.fromkeys(backlog, 0))
-        number = self.class_policy
+        index = self.class_policy_index
         for request in self.running:
             if request.is_prefill_chunk:
                 lanes = self.lanes_of_running.get(request.request_id)
-                name = ALL if lanes is None or number is None else label_of(lanes[number])
+                name = ALL if lanes is None or index is None else label_of(lanes[index])
                 backlog[name,] += request.num_tokens - request.num_computed_tokens
                 prefills[name,] += 1

@@ -29,8 +29,8 @@ class ScheduledStep(NamedTuple):
     budget: int
     chunks: Mapping[str, Chunk]  # of prompts, by request
     context_tokens: int  # of all decodes
-    running: int
-    waiting: int
+    num_running: int
+    num_waiting: int
 
     @classmethod
     def of(
@@ -44,9 +44,10 @@ class ScheduledStep(NamedTuple):
         context_tokens: int = 0,
     ) -> Self:
         """Return the step that the scheduler has just scheduled."""
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
-        number = scheduler.current_step
-        return cls(output, number, at, budget, chunks, context_tokens, running, waiting)
+        return cls(
+            output, scheduler.current_step, at, budget, chunks, context_tokens,
+            len(scheduler.running), len(scheduler.waiting),
+        )  # fmt: skip
 
     @property
     def decodes(self) -> int:
@@ -64,8 +65,8 @@ class ScheduledStep(NamedTuple):
             budget=self.budget,
             tokens=self.output.num_scheduled_tokens,
             contexts={request_id: chunk.context for request_id, chunk in self.chunks.items()},
-            running=self.running,
-            waiting=self.waiting,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
             preempted=self.output.preempted_req_ids or (),
             ended=self.output.finished_req_ids,
         )

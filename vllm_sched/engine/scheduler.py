@@ -111,7 +111,7 @@ class PolicyMixin(UpstreamScheduler):
         super()._enqueue_waiting_request(request)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
-        # A new request is left to `add_request`: lanes ask the connector, which vLLM shows the
+        # A new request is left to `add_request`: lanes need the connector, which gets the
         # request only after this call.
         if self._planner is None or request.request_id in self.requests:
             super()._enqueue_waiting_request(request)

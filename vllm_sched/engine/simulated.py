@@ -276,7 +276,7 @@ class SimulatedEngine:
         scheduler.update_from_output(output, model_output)
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished(self) -> int:
         return int(self.scheduler.get_num_unfinished_requests())
 
     @property
@@ -284,13 +284,15 @@ class SimulatedEngine:
         return float(self.scheduler.kv_cache_manager.usage)
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Return the running and the waiting requests."""
-        running = len(self.scheduler.running)
-        return running, self.unfinished - running
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
 
     @property
-    def deferred(self) -> int:
+    def num_waiting(self) -> int:
+        return self.num_unfinished - self.num_running
+
+    @property
+    def num_deferred(self) -> int:
         """Return the requests that wait for KV or the like, not for room."""
         return len(self.scheduler.deferred_waiting)
 

@@ -214,7 +214,7 @@ class TelemetryMixin(UpstreamScheduler):
         try:
             if prefills is not None:
                 prefills += self.running[num_running:]
-                self._record_scheduled(output, prefills, stats)
+                self._begin_step_without_policies(output, prefills, stats)
             stats.record_schedule(output, self)
         except Exception:
             self._turn_off()
@@ -231,7 +231,7 @@ class TelemetryMixin(UpstreamScheduler):
                 self._turn_off()
         return outputs
 
-    def _record_scheduled(
+    def _begin_step_without_policies(
         self, output: SchedulerOutput, prefills: Sequence[Request], stats: EngineStats
     ) -> None:
         if not output.total_num_scheduled_tokens or self._in_flight is None:

@@ -44,8 +44,8 @@ class TracedStep(NamedTuple):
     budget: int
     tokens: Mapping[str, int]  # by request
     contexts: Mapping[str, int]  # of prefills: tokens computed before
-    running: int
-    waiting: int
+    num_running: int
+    num_waiting: int
     preempted: Collection[str] = ()  # at its scheduling
     ended: Collection[str] = ()  # ended or aborted before its scheduling
 
@@ -152,7 +152,7 @@ class _Replay:
         yield _slice(ENGINE, 1, step.kind, step.start, step.end, facts)
         yield _counter("tokens", step.start, f'"prefill":{prefill},"decode":{total - prefill}')
         yield _counter("budget", step.start, f'"tokens":{step.budget}')
-        counts = f'"running":{step.running},"waiting":{step.waiting}'
+        counts = f'"running":{step.num_running},"waiting":{step.num_waiting}'
         yield _counter("requests", step.start, counts)
 
     def _request_events(self, step: TracedStep, request_id: str, tokens: int) -> Iterator[str]:

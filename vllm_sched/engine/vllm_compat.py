@@ -142,7 +142,7 @@ def missing_fields(owner: type, used: Sequence[str]) -> list[str]:
     return [f"{owner.__name__}.{n}" for n in used if n not in assigned and not hasattr(owner, n)]
 
 
-def missing_seams() -> list[str]:
+def missing_names() -> list[str]:
     """Return the names that the installed vLLM lacks."""
     missing = []
     for path, names in USED_NAMES.items():
@@ -180,7 +180,7 @@ def require_tested_vllm() -> None:
             )
         warnings.warn(f"vLLM {version} is outside the tested range {tested}", stacklevel=2)
     try:
-        missing = missing_seams()
+        missing = missing_names()
     except (ImportError, AttributeError) as error:  # a module or class is missing
         missing = [f"a module or class ({error})"]
     if missing:

@@ -31,6 +31,7 @@ from vllm_sched.policies.chunks.prefill_seconds import PrefillSeconds
 from vllm_sched.policies.fluid_effects import FluidEffects, MixedStepLimit
 from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
+    BEFORE_FIRST_STEP,
     EngineFacts,
     Policy,
     RequestView,
@@ -101,7 +102,7 @@ class ChunkBudget(Policy):
         self._long_steps = 0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
+        self._step = BEFORE_FIRST_STEP
         self._prefill_time: PrefillSeconds | None = None  # None = only the budget limits prefill
 
     def fluid_effects(self) -> FluidEffects:

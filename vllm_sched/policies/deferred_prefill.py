@@ -28,7 +28,9 @@ from vllm_sched.policies.deferral.lengths import RequestLengths
 from vllm_sched.policies.deferral.threshold import DepartureThreshold
 from vllm_sched.policies.fluid_effects import AdmissionHold, FluidEffects
 from vllm_sched.policies.types import (
+    BEFORE_FIRST_STEP,
     FIRST_CLASS,
+    NO_REQUESTS,
     EngineFacts,
     Gate,
     LaneCount,
@@ -44,7 +46,6 @@ DEFERRABLE, DIRECT = "deferrable", "direct"
 
 # Start of the wait of a request that was held for the maximum time.
 RELEASED: Final = -math.inf
-NO_REQUESTS: Final = LaneCount()
 
 
 class DeferredPrefillSettings(Settings):
@@ -95,8 +96,8 @@ class DeferredPrefill(Policy):
         self._held_s = 0.0
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
-        self._admitted = 0
+        self._step = BEFORE_FIRST_STEP
+        self._num_admitted = 0
         self._prefill_s = 0.0  # predicted
 
     def fluid_effects(self) -> FluidEffects:
@@ -120,15 +121,15 @@ class DeferredPrefill(Policy):
         return lane
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        waiting = lanes.get(DEFERRABLE, NO_REQUESTS).admissible
+        waiting = lanes.get(DEFERRABLE, NO_REQUESTS).num_admissible
         step_before, self._step = self._step, step
         slots_full = self._free_slots_left <= 0 or step.free_slots <= 0
         self._free_slots_left = step.free_slots
-        self._admitted, self._prefill_s = 0, 0.0
+        self._num_admitted, self._prefill_s = 0, 0.0
         for request in step.prefills:
             self._predict_prefill(request)
         if slots_full or step.kv_blocked is not None:
-            self._running_when_full = max(step.running + step.departed, 1)
+            self._running_when_full = max(step.num_running + step.num_departed, 1)
         if self.learns:
             self._threshold.begin_step(step.index, self._running_when_full)
         if self._hold is not None:
@@ -189,12 +190,12 @@ class DeferredPrefill(Policy):
     def _keeps_itl(self, head: RequestView) -> bool:
         """Return whether decodes keep `itl_ms` if the head enters."""
         step, model, itl_s = self._step, self.fit.model, self._limits.itl_s
-        decodes = step.running - len(step.prefills)
+        decodes = step.num_running - len(step.prefills)
         if itl_s is None or model is None or not decodes:
             return True
         pauses = self.facts.decodes_pause
         # The first prompt of a step or pause may always enter.
-        if not (self._admitted or (pauses and step.paused_s > 0)):
+        if not (self._num_admitted or (pauses and step.paused_s > 0)):
             return True
         left = itl_s / (1 + self.fit.spread) - self._prefill_s
         if pauses:
@@ -212,7 +213,7 @@ class DeferredPrefill(Policy):
             self._prefill_s += model.chunk_seconds(Chunk(tokens, computed))
 
     def admitted(self, request: RequestView) -> None:
-        self._admitted += 1
+        self._num_admitted += 1
         self._predict_prefill(request)
         if self._hold is not None:
             self._hold.kv_left -= self.facts.kv_share(request)

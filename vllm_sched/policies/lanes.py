@@ -26,7 +26,9 @@ from vllm_sched.policies.service_classes.running import RunningLanes
 from vllm_sched.policies.service_classes.shares import NO_LIMIT, StepShares
 from vllm_sched.policies.targets import targets_in
 from vllm_sched.policies.types import (
+    BEFORE_FIRST_STEP,
     FIRST_CLASS,
+    NO_REQUESTS,
     EngineFacts,
     Gate,
     LaneCount,
@@ -41,7 +43,6 @@ LANE_PLACES: Final = {lane: FIRST_CLASS + place for place, lane in enumerate(LAN
 # Ranks before all lanes; TURN is an urgent request's turn between overdue requests.
 OVERDUE: Final = -1.0
 URGENT_TURN: Final = -2.0
-NO_REQUESTS: Final = LaneCount()
 
 
 class LanesSettings(Settings):
@@ -95,7 +96,7 @@ class Lanes(Policy):
         self._others_seen_at = -math.inf  # last time that urgent or normal requests were present
 
         # Of the current step.
-        self._step = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
+        self._step = BEFORE_FIRST_STEP
         self._lane_counts: Mapping[str, LaneCount] = {}
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
@@ -136,7 +137,7 @@ class Lanes(Policy):
         self._step, self._lane_counts = step, lanes
         self._overdue.begin_step()
         self._free_slots, self._kv_free = step.free_slots, step.kv_free
-        if len(self._running.requests) > step.running:
+        if len(self._running.requests) > step.num_running:
             running = (*step.prefills, *step.decoding)
             self._running.discard_all_except({request.request_id for request in running})
         counts = self._running.counts
@@ -149,7 +150,8 @@ class Lanes(Policy):
 
     def _others_wait(self) -> bool:
         # Requests that the engine cannot start do not hold batch.
-        return any(self._lane_counts.get(lane, NO_REQUESTS).startable for lane in (URGENT, NORMAL))
+        counts = (self._lane_counts.get(lane, NO_REQUESTS) for lane in (URGENT, NORMAL))
+        return any(count.num_startable for count in counts)
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold batch while other lanes wait or prefill, or if only the reserve is free."""

@@ -26,6 +26,7 @@ from vllm_sched.policies.long_prompts.chunk_size import ChunkSize, LongChunk
 from vllm_sched.policies.long_prompts.division import StepDivision, StepPrompts
 from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
 from vllm_sched.policies.types import (
+    NO_REQUESTS,
     EngineFacts,
     Gate,
     LaneCount,
@@ -102,8 +103,8 @@ class LongPrompt(Policy):
             )
         budget = facts.max_num_batched_tokens
         self._places = settings.max_long_partial_prefills
-        most = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
-        self._places_overdue = max(most, self._places + 1)
+        places = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
+        self._places_overdue = max(places, self._places + 1)
         # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
         default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
         self._lookups = LongPromptLookups(threshold or default)
@@ -158,21 +159,21 @@ class LongPrompt(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step
         self._longs.intersection_update([request.request_id for request in step.prefills])
-        waiting_shorts = lanes.get(SHORT, LaneCount())
+        waiting_shorts = lanes.get(SHORT, NO_REQUESTS)
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
             shorts=self._shorts_of(step),
             waiting_shorts=waiting_shorts,
             long_lanes=[lanes[name] for name in lanes if name != SHORT],
         )
-        if prompts.shorts or (waiting_shorts.admissible and step.free_slots > 0):
+        if prompts.shorts or (waiting_shorts.num_admissible and step.free_slots > 0):
             self._short_seen_at = step.now
         self._chunk = self._chunk_for(prompts.longs)
-        most = step.budget if self._chunk is None else self._chunk.tokens
-        prompts.find_ending(most, step.class_of)
+        chunk_tokens = step.budget if self._chunk is None else self._chunk.tokens
+        prompts.find_ending(chunk_tokens, step.class_of)
         taken = len(prompts.long_classes) + len(self._loading_longs())
         prompts.free_places = self._free_places(taken)
-        self._counts_are_current = step.free_slots <= 0 or not step.waiting
+        self._counts_are_current = step.free_slots <= 0 or not step.num_waiting
         self._divide_step()
 
     def _shorts_of(self, step: Step) -> list[RequestView]:
@@ -201,8 +202,8 @@ class LongPrompt(Policy):
     def _divide_step(self, passing: int = 0) -> None:
         step, prompts = self._step, self._prompts
         lacks_kv = prompts.kv_blocked or self._lookups.was_long(step.kv_blocked)
-        entering = 0 if lacks_kv else min(prompts.waiting_longs.admissible, prompts.free_places)
-        prompts.entering = entering or passing
+        entering = 0 if lacks_kv else min(prompts.waiting_longs.num_admissible, prompts.free_places)
+        prompts.num_entering = entering or passing
         self._division = StepDivision(step, prompts, self._chunk, self._lookups.threshold)
 
     def _recount_and_divide(self) -> None:
@@ -217,7 +218,7 @@ class LongPrompt(Policy):
     def _count_passing(self) -> int:
         """Return 1 if a long passes longs of lower classes, without a free place."""
         step, prompts = self._step, self._prompts
-        may_pass = prompts.long_classes and prompts.waiting_longs.admissible
+        may_pass = prompts.long_classes and prompts.waiting_longs.num_admissible
         head = step.newcomer() if may_pass and step.class_of is not one_class else None
         return int(head is not None and self._lookups.was_long(head.request_id))
 

@@ -20,6 +20,7 @@ from pydantic import Field
 from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.types import (
     FIRST_CLASS,
+    NO_REQUESTS,
     Gate,
     LaneCount,
     Policy,
@@ -71,7 +72,7 @@ class Rotation(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._last_chunk_at = {r.request_id: min(self.rank(r), step.now) for r in step.prefills}
         self._computed_before = {r.request_id: r.num_computed_tokens for r in step.prefills}
-        self._step, self._waiting, self._tokens_left = step, lanes.get("", LaneCount()), None
+        self._step, self._waiting, self._tokens_left = step, lanes.get("", NO_REQUESTS), None
         self._kv_needed = [
             (step.class_of(r), (1 - r.num_computed_tokens / r.num_tokens) * self.facts.kv_share(r))
             for r in step.prefills
@@ -125,7 +126,7 @@ class Rotation(Policy):
         peers = [r for r in step.prefills if step.class_of(r) == best]
         if head is None or step.class_of(head) != best:
             return peers, 0
-        return peers, max(min(self._waiting.admissible, step.free_slots), 1)
+        return peers, max(min(self._waiting.num_admissible, step.free_slots), 1)
 
     def gauges(self) -> Mapping[str, float]:
         prompts, tokens = len(self._last_chunk_at), self._turn_tokens

@@ -47,8 +47,8 @@ class StaticBatching(Policy):
         super().__init__(facts, settings)
         self.size = settings.size or facts.max_num_seqs
         self._forming = True
-        self._members = 0  # including departed ones
-        self._joined = 0  # in this step
+        self._num_members = 0  # including departed ones
+        self._num_joined = 0  # in this step
         self._overdue: set[str] = set()  # admissible in this step
         self._releases = 0
 
@@ -62,15 +62,15 @@ class StaticBatching(Policy):
         return MEMBER if request.num_preemptions else NEXT
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        if not step.running:
-            self._forming, self._members = True, 0
-        elif not (step.prefills or self._joined) or step.kv_blocked is not None:
+        if not step.num_running:
+            self._forming, self._num_members = True, 0
+        elif not (step.prefills or self._num_joined) or step.kv_blocked is not None:
             self._forming = False
-        self._joined = 0
+        self._num_joined = 0
         self._overdue.clear()
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        if lane == MEMBER or (self._forming and self._members < self.size):
+        if lane == MEMBER or (self._forming and self._num_members < self.size):
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
@@ -80,11 +80,11 @@ class StaticBatching(Policy):
     def admitted(self, request: RequestView) -> None:
         self._releases += request.request_id in self._overdue
         if not request.num_preemptions:
-            self._members += 1
-            self._joined += 1
+            self._num_members += 1
+            self._num_joined += 1
 
     def gauges(self) -> Mapping[str, float]:
-        return {"batch_members": float(self._members), "batch_forming": float(self._forming)}
+        return {"batch_members": float(self._num_members), "batch_forming": float(self._forming)}
 
     def counters(self) -> Mapping[str, float]:
         return {"starvation_releases": float(self._releases)}

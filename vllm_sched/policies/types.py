@@ -66,19 +66,22 @@ class LaneCount:
     tokens: int = 0  # counted when each request began to wait
     # Seconds since the head began to wait. A request without a LoRA slot is not a head.
     waited: float = 0.0
-    held: int = 0  # requests that other policies held in the previous step
-    barred: int = 0  # other requests that lack a LoRA slot or a compiled grammar
+    num_held: int = 0  # requests that other policies held in the previous step
+    num_barred: int = 0  # other requests that lack a LoRA slot or a compiled grammar
 
     @property
-    def startable(self) -> int:
+    def num_startable(self) -> int:
         """Return the requests that the engine could start, including held ones."""
         # Held and barred requests may have left since they were counted.
-        return max(self.requests - self.barred, 0)
+        return max(self.requests - self.num_barred, 0)
 
     @property
-    def admissible(self) -> int:
+    def num_admissible(self) -> int:
         """Return the requests that enter if this policy admits them."""
-        return max(self.startable - self.held, 0)
+        return max(self.num_startable - self.num_held, 0)
+
+
+NO_REQUESTS: Final = LaneCount()
 
 
 def no_request() -> None:
@@ -112,13 +115,13 @@ class Step:
     prefills: Sequence[RequestView]  # running requests with an incomplete prompt
     free_slots: int = 0
     kv_blocked: str | None = None  # id of the request that lacked KV blocks in the last step
-    running: int = 0  # prefills and decodes
+    num_running: int = 0  # prefills and decodes
     decoding: Sequence[RequestView] = ()  # running requests with a complete prompt
     context_tokens: int = 0  # computed tokens of all decoding requests
-    waiting: int = 0  # waiting requests without KV blocks
-    holding_kv: int = 0  # waiting requests with KV blocks; gates do not apply to them
+    num_waiting: int = 0  # waiting requests without KV blocks
+    num_holding_kv: int = 0  # waiting requests with KV blocks; gates do not apply to them
     kv_free: float = 1.0  # free share of the KV cache
-    departed: int = 0  # requests that ended since the last step and released KV blocks
+    num_departed: int = 0  # requests that ended since the last step and released KV blocks
     # Duration of the current pause of decodes, by any policy; zero if decodes ran.
     paused_s: float = 0.0
     paused_steps: int = 0
@@ -126,7 +129,7 @@ class Step:
     # Returns the next request to admit, ignoring KV blocks; None if none may enter. It asks gates,
     # so call it only after every policy's `begin_step`.
     next_to_enter: Callable[[], RequestView | None] = no_request
-    # Updates `LaneCount.held`, which otherwise dates from the previous step. Same restriction.
+    # Updates `LaneCount.num_held`, which otherwise dates from the previous step. Same restriction.
     recount_held: Callable[[], object] = no_request
     class_of: Callable[[RequestView], float] = one_class  # class of service, FIRST_CLASS is best
     # Returns the requests that load KV from a tier; they enter without a gate.
@@ -144,6 +147,9 @@ class Step:
     def tokens_left(self, request: RequestView) -> int:
         """Return the tokens to compute of a prompt in prefill or of a newcomer."""
         return request.num_tokens - (request.num_computed_tokens or self.cached_tokens_of(request))
+
+
+BEFORE_FIRST_STEP: Final = Step(index=0, now=0.0, budget=0, decode_tokens=0, prefills=())
 
 
 @dataclass(frozen=True)

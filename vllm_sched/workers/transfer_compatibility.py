@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vllm_sched.workers import launch
+from vllm_sched.workers.connectors import CPU_BLOCK
 from vllm_sched.workers.flags import (
     CONFIG_FLAG,
     json_key,
@@ -19,7 +20,6 @@ from vllm_sched.workers.flags import (
     parse,
     with_config_file,
 )
-from vllm_sched.workers.transfer import CPU_BLOCK
 
 # The memory layout of blocks. The values are the defaults on an accelerator and on a CPU, where
 # `up` sets some itself. If vLLM chooses by the model ("auto"), it equals no explicit value.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from typing import NamedTuple
 
 FAILURES_TO_OPEN = 3
 MIN_OPEN_S, MAX_OPEN_S = 0.5, 30.0
@@ -21,8 +22,14 @@ FAILED, BUSY = "failed", "busy"
 TRIAL_WITHOUT_RESULT = -math.inf
 
 
-# closed, busy, until, failures, openings, tried_at (0: no trial), why
-BreakerSnapshot = tuple[bool, bool, float, int, int, float, str]
+class BreakerSnapshot(NamedTuple):
+    closed: bool = True
+    busy: bool = False
+    until: float = 0.0
+    failures: int = 0
+    openings: int = 0
+    tried_at: float = 0.0  # 0: no trial
+    why: str = ""
 
 
 class BreakerState(StrEnum):
@@ -112,9 +119,10 @@ class Breaker:
         self.until = max(self.until, now + rest)
 
     def snapshot(self) -> BreakerSnapshot:
-        tried_at = self._tried_at or 0.0
-        counts = self._failures, self._openings
-        return self.closed, self.busy, self.until, *counts, tried_at, self.why
+        return BreakerSnapshot(
+            self.closed, self.busy, self.until, self._failures, self._openings,
+            self._tried_at or 0.0, self.why,
+        )  # fmt: skip
 
     def copy_state(self, snapshot: BreakerSnapshot) -> None:
         """Take the state of another process's breaker.
@@ -122,8 +130,9 @@ class Breaker:
         The opening counts here too: a sum over processes would count one crash several times.
         """
         was_closed = self.closed
-        self.closed, self.busy, self.until = snapshot[:3]
-        self._failures, self._openings, tried_at, self.why = snapshot[3:]
+        self.closed, self.busy, self.until = snapshot.closed, snapshot.busy, snapshot.until
+        self._failures, self._openings = snapshot.failures, snapshot.openings
+        tried_at, self.why = snapshot.tried_at, snapshot.why
         self._tried_at = tried_at or None
         self._last_trial_at = max(self._last_trial_at, tried_at or -math.inf)
         if was_closed and not self.closed:

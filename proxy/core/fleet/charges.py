@@ -45,13 +45,14 @@ class Fleet:
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
         lease = Lease(
-            info, attempts, decision, worker, now, prefill, decode, info.prompt_tokens + decode
-        )
+            info, attempts, decision, worker, now, prefill_tokens=prefill, decode_tokens=decode,
+            kv_tokens=info.prompt_tokens + decode,
+        )  # fmt: skip
         self._charge_prefill(lease, now)
         pace = worker.pace
         if info.generates and not info.stream:
             wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.served, lease))
+            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.last_used, lease))
         self.roster.load_changed(worker)
         return lease
 
@@ -68,9 +69,9 @@ class Fleet:
                 lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
             lease.ahead_tokens = ahead
-        worker.served = next(self.roster.numbers)
+        worker.last_used = next(self.roster.numbers)
         worker.requests += 1
-        worker.placed += 1
+        worker.total_placed += 1
         worker.sequences += info.samples
         self._count_prefill(lease, 1)
         worker.decode_tokens += lease.decode_tokens
@@ -101,17 +102,23 @@ class Fleet:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = info.prompt_tokens - cached or 1
-        prefill_leg = Lease(info, attempts, decision, first, now, prefill, 0, info.prompt_tokens)
+        prefill_leg = Lease(
+            info, attempts, decision, first, now, prefill_tokens=prefill, decode_tokens=0,
+            kv_tokens=info.prompt_tokens,
+        )  # fmt: skip
         self._charge_prefill(prefill_leg, now)
         self.roster.load_changed(first)
         worker = decision.worker
         decode = info.expected_output * info.samples
-        lease = Lease(info, attempts, decision, worker, now, 0, decode, info.prompt_tokens + decode)
+        lease = Lease(
+            info, attempts, decision, worker, now, prefill_tokens=0, decode_tokens=decode,
+            kv_tokens=info.prompt_tokens + decode,
+        )  # fmt: skip
         lease.prefill, lease.sent = prefill_leg, False
-        worker.served = next(self.roster.numbers)
+        worker.last_used = next(self.roster.numbers)
         worker.requests += 1
         worker.decode_tokens += decode
-        kv_usage.charge(lease, now, together=False)
+        kv_usage.charge(lease, now, shares_prefix=False)
         lease.trial = worker.breaker.record_sent(now)
         self.roster.load_changed(worker)
         return lease
@@ -123,14 +130,14 @@ class Fleet:
             return
         worker = prefill_leg.worker
         worker.note_progress(now)
-        if now >= worker.pace.first_due:
-            worker.pace.learn_length(prefill_leg.info.prompt_tokens)
+        if now >= worker.pace.first_token_learnable_at:
+            worker.pace.learn_handover_tokens(prefill_leg.info.prompt_tokens)
             self._learn_first_token(prefill_leg, handover.cached_tokens, now)
         if handover.tokens:
-            lease.pins = True
-            worker.pinned += 1
-            lease.worker.written += handover.tokens
-        worker.written += prefill_leg.prefill_tokens
+            lease.holds_blocks = True
+            worker.unfetched_handovers += 1
+            lease.worker.total_written += handover.tokens
+        worker.total_written += prefill_leg.prefill_tokens
         self.release(prefill_leg)
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
@@ -144,13 +151,13 @@ class Fleet:
             heappush(self._silent, (due, next(self.roster.numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
-        if lease.pins and lease.prefill is not None:
-            lease.pins = False
-            lease.prefill.worker.pinned -= 1
+        if lease.holds_blocks and lease.prefill is not None:
+            lease.holds_blocks = False
+            lease.prefill.worker.unfetched_handovers -= 1
             self.roster.load_changed(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
-        if lease.released or not lease.sent or lease.decoding:
+        if lease.released or not lease.sent or lease.num_decoding:
             return
         before, samples = lease.worker, lease.info.samples
         if lease.trial:
@@ -161,10 +168,10 @@ class Fleet:
             owner.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         kv_usage.release(lease)
-        worker.served = next(self.roster.numbers)
+        worker.last_used = next(self.roster.numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
-        kv_usage.charge(lease, now, together=False)
+        kv_usage.charge(lease, now, shares_prefix=False)
         lease.trial = worker.breaker.record_sent(now)
         self.roster.load_changed(before)
         self.roster.load_changed(worker)
@@ -178,9 +185,9 @@ class Fleet:
 
     def _start_decoding(self, lease: Lease) -> None:
         worker, samples = lease.worker, lease.info.samples
-        lease.decoding_before = worker.decoding
-        worker.decoding += samples
-        lease.decoding = samples
+        lease.decoding_before = worker.num_decoding
+        worker.num_decoding += samples
+        lease.num_decoding = samples
         worker.reprice()
         self.roster.load_changed(worker)
 
@@ -200,7 +207,7 @@ class Fleet:
                 kv_usage.mark_prompt_cached(lease)
             if lease.prefill_tokens:
                 self._end_prefill(lease, now)
-            elif lease.prefill is not None and not lease.released and not lease.decoding:
+            elif lease.prefill is not None and not lease.released and not lease.num_decoding:
                 self._start_decoding(lease)
 
     def record_first_token(self, lease: Lease, now: float) -> None:
@@ -215,16 +222,16 @@ class Fleet:
         if lease.trial:
             self.health.record_success(lease.worker)
         if not lease.prefill_tokens:
-            if lease.prefill is not None and not lease.decoding:
+            if lease.prefill is not None and not lease.num_decoding:
                 self._start_decoding(lease)
             elif self.roster.leaving:
                 self.roster.load_changed(lease.worker)
             return
         info, worker = lease.info, lease.worker
+        is_seen = info.stream or not info.generates
+        may_learn = is_seen and now >= worker.pace.first_token_learnable_at
         # The time may include a wait for a slot.
-        may_have_waited = worker.role is Role.DECODE and worker.queued_before
-        shows_first_token = info.stream or not info.generates
-        if now >= worker.pace.first_due and shows_first_token and not may_have_waited:
+        if may_learn and not (worker.role is Role.DECODE and worker.queued_before):
             self._learn_first_token(lease, lease.decision.cached_tokens, now)
         self._end_prefill(lease, now)
 
@@ -237,7 +244,7 @@ class Fleet:
 
     def _end_prefill(self, lease: Lease, now: float) -> None:
         worker = lease.worker
-        worker.written += lease.prefill_tokens
+        worker.total_written += lease.prefill_tokens
         self._count_prefill(lease, -1)
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
@@ -248,7 +255,7 @@ class Fleet:
 
     def record_tokens(self, lease: Lease, seen: int) -> None:
         lease.seen_tokens += seen
-        lease.worker.written += seen
+        lease.worker.total_written += seen
         before = lease.decode_tokens
         if before and not lease.released:
             left = before - seen
@@ -276,9 +283,9 @@ class Fleet:
         if lease.prefill_tokens:
             self._count_prefill(lease, -1)
             worker.free_at -= worker.pace.token_s * lease.prefill_tokens
-        if lease.decoding:
-            worker.decoding -= lease.decoding
-            lease.decoding = 0
+        if lease.num_decoding:
+            worker.num_decoding -= lease.num_decoding
+            lease.num_decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
         if worker.reports_prefixes and lease.info.prefix:

@@ -22,20 +22,16 @@ Key = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
-    def breaker_opened(self, worker: Worker, now: float) -> None:
-        """Note an opened breaker."""
+    def breaker_opened(self, worker: Worker, now: float) -> None: ...
 
-    def breaker_closed(self, worker: Worker) -> None:
-        """Note a closed breaker."""
+    def breaker_closed(self, worker: Worker) -> None: ...
 
-    def worker_removed(self, worker: Worker) -> None:
-        """Note a removed worker."""
+    def worker_removed(self, worker: Worker) -> None: ...
 
-    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:
-        """Note that a pool panics: `out` of `live` breakers are open."""
+    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:
+        """Note that a pool panics: `failed` of `live` workers are ejected."""
 
-    def panic_ended(self, key: Key, live: int, out: int) -> None:
-        """Note the end of a panic."""
+    def panic_ended(self, key: Key, live: int, failed: int) -> None: ...
 
 
 def key_of(worker: Worker) -> Key:
@@ -56,7 +52,7 @@ class Ejections:
         clock: Callable[[], float],
     ) -> None:
         self.threshold = 0.0  # least share of closed breakers; 0: no panic
-        self.resting: set[Worker] = set()  # with an open breaker
+        self.ejected: set[Worker] = set()  # with an open breaker
         self.panics: set[Key] = set()
         self.started: dict[Key, int] = {}  # panics per pool
         self.listener: BreakerListener | None = None
@@ -64,57 +60,56 @@ class Ejections:
         self._moved = moved
         self._clock = clock
         self._live: dict[Key, int] = {}  # workers that are up, cached
-        # workers that failed
-        self._out: dict[Key, set[Worker]] = {}
+        self._failed: dict[Key, set[Worker]] = {}  # ejected and not busy
 
     def set_threshold(self, threshold: float) -> None:
         self.threshold = threshold
         self.live_changed()
 
     def breaker_changed(self, worker: Worker, now: float) -> None:
-        resting, listener = self.resting, self.listener
-        rested = worker in resting
-        rests = not worker.breaker.closed and self._workers.get(worker.name) is worker
-        if not (rests or rested):
+        ejected, listener = self.ejected, self.listener
+        was_ejected = worker in ejected
+        is_ejected = not worker.breaker.closed and self._workers.get(worker.name) is worker
+        if not (is_ejected or was_ejected):
             return
         key = key_of(worker)
-        if rests:
-            resting.add(worker)
+        if is_ejected:
+            ejected.add(worker)
             worker.in_panic = key in self.panics
-            if listener is not None and not rested:
+            if listener is not None and not was_ejected:
                 listener.breaker_opened(worker, now)
         else:
-            resting.discard(worker)
+            ejected.discard(worker)
             worker.in_panic = False
             if listener is not None:
                 listener.breaker_closed(worker)
-        out = self._out.setdefault(key, set())
-        is_out = rests and not worker.breaker.busy
-        if is_out != (worker in out):
-            if is_out:
-                out.add(worker)
+        failed = self._failed.setdefault(key, set())
+        has_failed = is_ejected and not worker.breaker.busy
+        if has_failed != (worker in failed):
+            if has_failed:
+                failed.add(worker)
             else:
-                out.remove(worker)
+                failed.remove(worker)
             self._update_panic(key)
 
     def remove_worker(self, worker: Worker) -> None:
         """Forget a removed worker; `live_changed` must follow."""
-        self.resting.discard(worker)
+        self.ejected.discard(worker)
         if self.listener is not None:
             self.listener.worker_removed(worker)
 
     def live_changed(self) -> None:
         self._live.clear()
-        self._out.clear()
-        if not self.resting and not self.panics:
+        self._failed.clear()
+        if not self.ejected and not self.panics:
             return
         keys = set(self.panics)
-        for worker in self.resting:
+        for worker in self.ejected:
             key = key_of(worker)
             keys.add(key)
             worker.in_panic = key in self.panics
             if not worker.breaker.busy:
-                self._out.setdefault(key, set()).add(worker)
+                self._failed.setdefault(key, set()).add(worker)
             self._moved(worker)
         for key in keys:
             self._update_panic(key)
@@ -124,8 +119,8 @@ class Ejections:
         if live is None:
             same = (worker for worker in self._workers.values() if key_of(worker) == key)
             live = self._live[key] = sum(map(_is_live, same))
-        out = sum(map(_is_live, self._out.get(key, ())))
-        panics = live - out < self.threshold * live
+        failed = sum(map(_is_live, self._failed.get(key, ())))
+        panics = live - failed < self.threshold * live
         if panics == (key in self.panics):
             return
         listener = self.listener
@@ -133,12 +128,12 @@ class Ejections:
             self.panics.add(key)
             self.started[key] = self.started.get(key, 0) + 1
             if listener is not None:
-                listener.panic_started(key, live, out, self._clock())
+                listener.panic_started(key, live, failed, self._clock())
         else:
             self.panics.remove(key)
             if listener is not None:
-                listener.panic_ended(key, live, out)
-        for worker in self.resting:
+                listener.panic_ended(key, live, failed)
+        for worker in self.ejected:
             if key_of(worker) == key:
                 worker.in_panic = panics
                 self._moved(worker)

@@ -1,4 +1,4 @@
-"""Routing decisions and their charges."""
+"""A routing decision, the attempts before it, and the lease with its charges."""
 
 from __future__ import annotations
 
@@ -145,12 +145,12 @@ class Lease:
     first_token_at: float | None = None
     begun_at: float | None = None  # first byte of a tenant's response
     released: bool = False
-    decoding: int = 0  # samples counted as decoding
+    num_decoding: int = 0  # samples counted as decoding
     kv_coming: int = 0  # cache tokens charged until the first token
     holds: PrefixNode | None = None  # end of the prompt in `Worker.running_prefixes`
     prefill: Lease | None = None  # prefill leg of a hand-over
     sent: bool = True  # False on a decode worker until the prefill is done
-    pins: bool = False  # the prefill worker holds blocks
+    holds_blocks: bool = False  # on the prefill worker
     session: Session | None = None
 
     def __init__(

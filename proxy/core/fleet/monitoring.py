@@ -48,7 +48,7 @@ class WorkerHealth:
         worker.good_probes = 0
         worker.failed_probes += 1
         worker.probed = True
-        worker.trouble = why
+        worker.probe_error = why
         if not worker.up or worker.failed_probes < self.down_after:
             return False
         worker.up = False
@@ -142,7 +142,7 @@ class WorkerHealth:
         worker.gauges = None
         worker.foreign_requests = worker.foreign_requests_before = 0
         worker.foreign_tokens = worker.foreign_tokens_before = worker.foreign_long_tokens = 0.0
-        worker.kv_spare = 0
+        worker.kv_overcharged = 0
         slots.forget(worker)
         worker.reprice()
         self.roster.load_changed(worker)

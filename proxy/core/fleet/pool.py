@@ -31,17 +31,17 @@ class Pool:
         self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
         self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
         by_role = Counter(worker.role for worker in self.all)
-        self.decodes, self.longs = by_role[Role.DECODE], by_role[Role.LONG]
-        self.shorts = by_role[Role.SHORT]
-        self.mixed = bool(self.shorts or self.longs) and len(by_role) > 1
+        self.num_decodes = by_role[Role.DECODE]
+        self.num_shorts, self.num_longs = by_role[Role.SHORT], by_role[Role.LONG]
+        self.mixed = bool(self.num_shorts or self.num_longs) and len(by_role) > 1
         self.groups = _groups_of(self.all)
         self.ranked = any(group.ranked for group in self.groups)
-        limits = sorted({group.limit for group in self.groups})
-        self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
+        limits = sorted({group.context_limit for group in self.groups})
+        self.smallest_context, self.largest_context = (limits[0], limits[-1]) if limits else (0, 0)
         self.boundaries = limits[:-1]
         # Includes workers that are down or draining.
-        whole = [worker.limit for worker in workers if worker.role.can_serve]
-        self.limit = max(whole, default=NO_LIMIT)
+        whole = [worker.context_limit for worker in workers if worker.role.can_serve]
+        self.context_limit = max(whole, default=NO_LIMIT)
 
     def groups_for(self, info: RequestInfo) -> list[Group]:
         """Return the groups that can hold a request.
@@ -49,43 +49,43 @@ class Pool:
         An uncertain request goes to the largest context.
         """
         needs, error = info.needed_context, info.prompt_error
-        sure = [group for group in self.groups if needs + error <= group.limit]
-        if sure or needs - error > self.most:
+        sure = [group for group in self.groups if needs + error <= group.context_limit]
+        if sure or needs - error > self.largest_context:
             return sure
-        return [group for group in self.groups if group.limit == self.most]
+        return [group for group in self.groups if group.context_limit == self.largest_context]
 
     def available_workers(
         self,
         info: RequestInfo,
         now: float,
-        resting: Collection[Worker],
+        ejected: Collection[Worker],
         holders: Collection[Worker],
     ) -> list[Worker]:
-        fits_all = info.needed_context + info.prompt_error <= self.least
+        fits_all = info.needed_context + info.prompt_error <= self.smallest_context
         if fits_all and not self.ranked:  # the usual case
             groups = self.groups
-            found = [worker for worker in self.all if not worker.shut]
+            found = [worker for worker in self.all if not worker.unavailable]
         else:
             groups = self.groups_for(info)
             found = [worker for group in groups for worker in group.candidates()]
-        if not resting and not holders:
+        if not ejected and not holders:
             return found
-        for worker in (*resting, *holders):
+        for worker in (*ejected, *holders):
             if (
                 worker in self.members
                 and worker.accepts(now)
                 and worker not in found
-                and any(worker.limit == group.limit for group in groups)
+                and any(worker.context_limit == group.context_limit for group in groups)
             ):
                 found.append(worker)
         return found
 
 
 def _groups_of(workers: Iterable[Worker]) -> list[Group]:
-    """Return the workers by role and context length; each knows the ranked group it is in."""
+    """Return the workers by role and context length; set `Worker.ranked_in`."""
     members: dict[tuple[Role, int], list[Worker]] = {}
     for worker in workers:
-        members.setdefault((worker.role, worker.limit), []).append(worker)
+        members.setdefault((worker.role, worker.context_limit), []).append(worker)
     groups = [Group(role, limit, found) for (role, limit), found in members.items()]
     for group in groups:
         if group.ranked:

@@ -21,8 +21,7 @@ class RemoteLoad(Protocol):
     def read_remote_charges(self, now: float) -> None:
         """Apply their charges to the workers."""
 
-    def publish_soon(self, worker: Worker) -> None:
-        """Publish a worker's change soon."""
+    def publish_soon(self, worker: Worker) -> None: ...
 
     def is_filled_by_others(self, worker: Worker, now: float) -> bool:
         """Return whether remote charges fill a chosen worker; then apply them."""
@@ -38,11 +37,11 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
         worker.long_tokens - remote[3],
         worker.decode_tokens - remote[4],
         worker.kv_tokens - remote[5],
-        worker.decoding - remote[6],
-        worker.pinned - remote[7],
+        worker.num_decoding - remote[6],
+        worker.unfetched_handovers - remote[7],
         worker.kv_coming - remote[8],
-        worker.written - remote[9],
-        worker.placed - remote[10],
+        worker.total_written - remote[9],
+        worker.total_placed - remote[10],
     )
 
 
@@ -77,12 +76,12 @@ def _replace_load(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
     worker.long_tokens += load[3] - before[3]
     worker.decode_tokens += load[4] - before[4]
     worker.kv_tokens += load[5] - before[5]
-    worker.pinned += load[7] - before[7]
+    worker.unfetched_handovers += load[7] - before[7]
     worker.kv_coming += load[8] - before[8]
-    worker.written += load[9] - before[9]
-    worker.placed += load[10] - before[10]
+    worker.total_written += load[9] - before[9]
+    worker.total_placed += load[10] - before[10]
     if load[6] != before[6]:
-        worker.decoding += load[6] - before[6]
+        worker.num_decoding += load[6] - before[6]
         worker.reprice()
     grown = load[2] - before[2]
     worker.prefill_tokens += grown

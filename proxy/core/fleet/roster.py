@@ -111,7 +111,7 @@ class Roster:
             if worker.ranked_in:  # sorted by its key in another pool
                 self.load_changed(worker)
             else:
-                worker.key = inf if worker.shut else self._rank(worker)
+                worker.key = inf if worker.unavailable else self._rank(worker)
         pool = self._pools[model] = Pool(workers)
         return pool
 
@@ -144,7 +144,7 @@ class Roster:
     def _create_worker(self, spec: WorkerSpec, index: int) -> Worker:
         worker = Worker(spec, index)
         worker.awaited_since = self.clock()
-        worker.served = next(self.numbers)
+        worker.last_used = next(self.numbers)
         self._workers[spec.name] = self.by_index[index] = worker
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
             before.successor = worker
@@ -178,7 +178,7 @@ class Roster:
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
         set_remote_load(worker, NO_LOAD, worker.free_at)
-        if worker.requests or worker.pinned:
+        if worker.requests or worker.unfetched_handovers:
             self.leaving.add(worker)
             self._left[worker.url] = worker
 
@@ -186,7 +186,7 @@ class Roster:
         others = self.remote_load
         return (
             others is not None
-            and worker.most != NO_LIMIT
+            and worker.request_limit != NO_LIMIT
             and others.is_filled_by_others(worker, now)
         )
 
@@ -194,7 +194,7 @@ class Roster:
         if (successor := worker.successor) is not None:
             inherit_load(successor, worker)
             self.load_changed(successor)
-        if not (worker.requests or worker.pinned):
+        if not (worker.requests or worker.unfetched_handovers):
             self.leaving.discard(worker)
             if self._left.get(worker.url) is worker:
                 del self._left[worker.url]
@@ -281,9 +281,9 @@ class Roster:
         self.ejections.live_changed()
 
     def load_changed(self, worker: Worker) -> None:
-        worker.shut = worker.is_full or (not worker.breaker.closed and worker.is_barred)
+        worker.unavailable = worker.is_full or (not worker.breaker.closed and worker.is_barred)
         if worker.ranked_in:
-            key = inf if worker.shut else self._rank(worker)
+            key = inf if worker.unavailable else self._rank(worker)
             if key != worker.key:
                 for group in worker.ranked_in:
                     group.drop(worker)
@@ -291,7 +291,9 @@ class Roster:
                 for group in worker.ranked_in:
                     group.put(worker)
         others = self.remote_load
-        if others is not None and (worker not in self.unpublished or worker.most != NO_LIMIT):
+        if others is not None and (
+            worker not in self.unpublished or worker.request_limit != NO_LIMIT
+        ):
             others.publish_soon(worker)
         if self.leaving and worker in self.leaving:
             self.pass_to_successor(worker)

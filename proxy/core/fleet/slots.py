@@ -30,14 +30,14 @@ def learn_from_page(worker: Worker, gauges: Gauges) -> None:
     worker.queued_before = queued
     if worker.queued:
         taken = worker.requests + worker.foreign_requests
-        worker.slots = float(max(taken - worker.queued, gauges.running, 1))
+        worker.learned_slots = float(max(taken - worker.queued, gauges.running, 1))
     else:
-        worker.slots = SLOT_GROWTH_FACTOR * worker.slots + SLOT_GROWTH
+        worker.learned_slots = SLOT_GROWTH_FACTOR * worker.learned_slots + SLOT_GROWTH
 
 
 def forget(worker: Worker) -> None:
     worker.queued = worker.queued_before = 0
-    worker.slots = inf
+    worker.learned_slots = inf
 
 
 def wait_s(worker: Worker, now: float) -> float:
@@ -45,7 +45,7 @@ def wait_s(worker: Worker, now: float) -> float:
     taken, slots = _count_used(worker, now)
     if taken < slots or not taken:
         return 0.0
-    decoding = worker.decoding
+    decoding = worker.num_decoding
     if not decoding or not worker.requests:
         return inf
     left = worker.decode_tokens / worker.requests
@@ -58,7 +58,7 @@ def next_slot_s(worker: Worker, ahead: int) -> float:
     if not requests:
         return inf
     left = worker.decode_tokens / requests
-    more = ahead + 1 + max(requests - worker.most, 0)
+    more = ahead + 1 + max(requests - worker.request_limit, 0)
     return more * left * worker.pace.step_s(requests) / requests
 
 
@@ -85,5 +85,5 @@ def _count_used(worker: Worker, now: float) -> tuple[int, float]:
     if gauges is None or now - gauges.at > MAX_PAGE_AGE_S:
         return worker.requests, slots
     taken = worker.requests + worker.foreign_requests
-    slots = min(slots, worker.slots)
+    slots = min(slots, worker.learned_slots)
     return taken, min(slots, taken) if gauges.kv_usage > KV_FULL else slots

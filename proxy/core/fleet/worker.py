@@ -46,7 +46,7 @@ class Worker:
     role: Role = field(init=False)
     misfit_short: int = field(init=False)
     misfit_long: int = field(init=False)
-    most: int = field(init=False)  # requests, less `reserved`
+    request_limit: int = field(init=False)  # less `reserved`
     reserved: int = 0  # of its slots, for routers on other hosts
     reported_max_model_len: int | None = None  # from /v1/models
     max_model_len: int | None = field(init=False)
@@ -57,7 +57,7 @@ class Worker:
     up: bool = False
     up_since: float = 0.0  # or restarted
     probed: bool = False  # any probe ended
-    trouble: str = ""  # of the last failed probe
+    probe_error: str = ""  # of the last failed probe
     draining: bool = False
     good_probes: int = 0  # in a row
     failed_probes: int = 0
@@ -76,7 +76,7 @@ class Worker:
     reports_prefixes: bool = False  # its journal is read
     queued: int = 0  # on the worker
     queued_before: int = 0
-    slots: float = inf  # slots learned from its queue
+    learned_slots: float = inf  # from its queue
 
     requests: int = 0
     sequences: int = 0  # prompts times samples
@@ -85,14 +85,14 @@ class Worker:
     decode_tokens: int = 0  # output to come
     kv_tokens: int = 0  # cached or promised
     kv_coming: int = 0  # before the first token
-    kv_spare: int = 0  # charged but not held; negative: held but not charged
-    kv_more: int = 0  # beyond the charges
+    kv_overcharged: int = 0  # charged but not held; negative: held but not charged
+    kv_uncharged: int = 0  # beyond the charges
     running_prefixes: PrefixTree = field(default_factory=PrefixTree)  # prefixes of its requests
-    kv_apart: float = 0.0  # learned share of prefixes that is not shared
-    pinned: int = 0  # hand-overs not fetched yet
-    decoding: int = 0  # after the first token
-    written: int = 0  # to its cache, total
-    placed: int = 0  # requests, total
+    kv_unshared: float = 0.0  # learned share of prefixes that is not shared
+    unfetched_handovers: int = 0
+    num_decoding: int = 0  # samples after the first token
+    total_written: int = 0  # tokens, to its cache
+    total_placed: int = 0  # requests
     worked_at: float = -inf  # when its page last showed progress
     free_at: float = 0.0  # when its prefills are done
     due_at: float = 0.0  # next progress is due
@@ -105,8 +105,8 @@ class Worker:
     output_price: float = field(init=False)
     cached_price: float = field(init=False)
 
-    served: int = 0  # order of its last request
-    shut: bool = False  # full or barred
+    last_used: int = 0  # number of its last request
+    unavailable: bool = False  # full or barred
     ranked_in: tuple[Group, ...] = ()
     key: float = 0.0  # sort key in groups
 
@@ -128,8 +128,8 @@ class Worker:
 
     def reserve(self, slots: int) -> None:
         """Leave some of the allowed requests to routers on other hosts."""
-        self.reserved, most = slots, self.spec.max_requests
-        self.most = NO_LIMIT if most is None else max(most - slots, 0)
+        self.reserved, limit = slots, self.spec.max_requests
+        self.request_limit = NO_LIMIT if limit is None else max(limit - slots, 0)
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Return whether the address and model are the same."""
@@ -152,7 +152,7 @@ class Worker:
         """Return why its model is not served; empty if it is."""
         if self.up and self.lacks_model:
             return f"serves {short_list(self.models, MAX_NAMED_MODELS)}, not {self.spec.model}"
-        return "" if self.up else self.trouble
+        return "" if self.up else self.probe_error
 
     @property
     def max_requests(self) -> int | None:
@@ -180,7 +180,7 @@ class Worker:
         return self.up and not self.draining and self.role is Role.PREFILL
 
     @property
-    def limit(self) -> int:
+    def context_limit(self) -> int:
         return self.max_model_len or NO_LIMIT
 
     @property
@@ -190,14 +190,14 @@ class Worker:
         By default twice the KV cache: its queue is never empty, and other requests can still go
         elsewhere.
         """
-        if self.requests >= self.most:
+        if self.requests >= self.request_limit:
             return True
         room = self.kv_capacity
-        return self.most is NO_LIMIT and 0 < KV_OVERBOOKING * room <= self.kv_held
+        return self.request_limit is NO_LIMIT and 0 < KV_OVERBOOKING * room <= self.kv_held
 
     @property
     def kv_held(self) -> int:
-        return max(self.kv_tokens - self.kv_spare, self.kv_coming)
+        return max(self.kv_tokens - self.kv_overcharged, self.kv_coming)
 
     @property
     def is_barred(self) -> bool:
@@ -209,15 +209,15 @@ class Worker:
         return not self.is_barred or self.breaker.may_send(now)
 
     def accepts(self, now: float) -> bool:
-        return not self.shut or (not self.is_full and self.may_send(now))
+        return not self.unavailable or (not self.is_full and self.may_send(now))
 
     def may_fit(self, info: RequestInfo) -> bool:
         """Return whether the low estimate fits."""
-        return info.needed_context - info.prompt_error <= self.limit
+        return info.needed_context - info.prompt_error <= self.context_limit
 
     def surely_fits(self, info: RequestInfo) -> bool:
         """Return whether the high estimate fits."""
-        return info.needed_context + info.prompt_error <= self.limit
+        return info.needed_context + info.prompt_error <= self.context_limit
 
     def cached_tokens(self, prefixes: PrefixHolders) -> int:
         """Return the prompt tokens it should have cached."""
@@ -228,7 +228,7 @@ class Worker:
 
     def reprice(self) -> None:
         """Update the cost of a token in seconds, including delays to decoding requests."""
-        pace, others = self.pace, self.decoding + self.foreign_requests
+        pace, others = self.pace, self.num_decoding + self.foreign_requests
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
         self.output_price = pace.each_s * others
@@ -249,12 +249,12 @@ class Worker:
             foreign -= (1.0 - pace.passing) * self.foreign_long_tokens
         if not self.prefill_tokens:
             return pace.token_s * foreign
-        most = pace.token_s * self.prefill_tokens
+        longest = pace.token_s * self.prefill_tokens
         wait = self.free_at - now
-        if wait > most:
-            wait = most
-        elif wait < most * MIN_WAIT_SHARE:
-            wait = most * MIN_WAIT_SHARE
+        if wait > longest:
+            wait = longest
+        elif wait < longest * MIN_WAIT_SHARE:
+            wait = longest * MIN_WAIT_SHARE
         if self.long_tokens and not for_long:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
@@ -273,11 +273,11 @@ class Worker:
 class Group:
     """Live workers of one role and context length."""
 
-    __slots__ = ("limit", "ranked", "role", "workers")
+    __slots__ = ("context_limit", "ranked", "role", "workers")
 
-    def __init__(self, role: Role, limit: int, workers: list[Worker]) -> None:
+    def __init__(self, role: Role, context_limit: int, workers: list[Worker]) -> None:
         self.role = role
-        self.limit = limit
+        self.context_limit = context_limit
         self.workers = workers
         self.ranked: list[tuple[float, int, Worker]] = []
         if len(workers) > MAX_UNRANKED:
@@ -292,5 +292,5 @@ class Group:
     def candidates(self) -> list[Worker]:
         """Return the workers to look at."""
         if not self.ranked:
-            return [w for w in self.workers if not w.shut]
-        return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.shut]
+            return [w for w in self.workers if not w.unavailable]
+        return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.unavailable]

@@ -14,11 +14,11 @@ class WorkerLoad(NamedTuple):
     long_tokens: int = 0
     decode_tokens: int = 0
     kv_tokens: int = 0
-    decoding: int = 0
-    pinned: int = 0
+    num_decoding: int = 0
+    unfetched_handovers: int = 0
     kv_coming: int = 0
-    written: int = 0  # to the cache, total
-    placed: int = 0  # requests, total
+    total_written: int = 0  # tokens, to the cache
+    total_placed: int = 0  # requests
 
 
 NO_LOAD = WorkerLoad()

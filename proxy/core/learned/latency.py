@@ -33,8 +33,8 @@ PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 class LatencyModel:
     __slots__ = (
-        "base_s", "each_s", "end_due", "first_due", "fixed_s", "length", "missing", "passing",
-        "prefills", "seen_at", "steps", "token_s",
+        "base_s", "each_s", "first_token_learnable_at", "fixed_s", "handover_tokens", "missing",
+        "passing", "prefills", "seen_at", "steps", "steps_learnable_at", "token_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class LatencyModel:
         self.missing = MISSING_SHARE
         self.base_s = STEP_S
         self.each_s = EACH_S
-        self.length = 0.0  # mean prompt of hand-overs
+        self.handover_tokens = 0.0  # mean prompt of hand-overs
         self.prefills = 0.0  # weight
         self.steps = 0.0
         self.seen_at = 0.0  # last first token
-        self.first_due = 0.0  # next time to learn
-        self.end_due = 0.0
+        self.first_token_learnable_at = 0.0
+        self.steps_learnable_at = 0.0
 
     def step_s(self, sequences: float) -> float:
         return self.base_s + self.each_s * sequences
@@ -71,7 +71,7 @@ class LatencyModel:
         self.prefills += weight
         self.seen_at = now
         if self.prefills > UNTHROTTLED_OBSERVATIONS:
-            self.first_due = now + LEARNING_INTERVAL_S
+            self.first_token_learnable_at = now + LEARNING_INTERVAL_S
         predicted = self.first_token_s(tokens, behind, cached)
         blame = _log_error(predicted, seconds, weight, self.prefills) / predicted
         flat, token_s = self.fixed_s, self.token_s
@@ -87,7 +87,7 @@ class LatencyModel:
     ) -> None:
         self.steps += weight
         if self.steps > UNTHROTTLED_OBSERVATIONS:
-            self.end_due = now + LEARNING_INTERVAL_S
+            self.steps_learnable_at = now + LEARNING_INTERVAL_S
         predicted = self.step_s(sequences)
         blame = _log_error(predicted, seconds, weight, self.steps) / predicted
         grown = self.each_s * sequences
@@ -115,8 +115,9 @@ class LatencyModel:
     def learn_cached(self, had: float) -> None:
         self.missing = _share(self.missing + SLOW_LEARNING_RATE * (1.0 - had - self.missing), 0.0)
 
-    def learn_length(self, tokens: int) -> None:
-        self.length += (tokens - self.length) * (SLOW_LEARNING_RATE if self.length else 1.0)
+    def learn_handover_tokens(self, tokens: int) -> None:
+        gain = SLOW_LEARNING_RATE if self.handover_tokens else 1.0
+        self.handover_tokens += gain * (tokens - self.handover_tokens)
 
     def adopt(self, other: LatencyModel, share: float = 1.0) -> None:
         """Move towards another model."""

@@ -276,10 +276,10 @@ def _forget(tokens: dict[int, dict[int, int]], block: int, worker: int) -> None:
             del tokens[block]
 
 
-def workers_of_deepest(matches: Matches, most: int) -> list[int]:
+def workers_of_deepest(matches: Matches, limit: int) -> list[int]:
     holders = matches[0][1] if matches else 0
     named: list[int] = []
-    while holders and len(named) < most:
+    while holders and len(named) < limit:
         lowest = holders & -holders
         named.append(lowest.bit_length() - 1)
         holders ^= lowest

@@ -115,11 +115,11 @@ def _mark(hashes: tuple[int, ...], prompt_bytes: int) -> tuple[int, int]:
 class Sessions:
     """The sessions of all tenants by key, the last used at the end."""
 
-    def __init__(self, most: int = MAX_SESSIONS) -> None:
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self.turns: dict[tuple[str, str], int] = {}  # by model and `Turn`
         # Reports turns to other processes.
         self.report_turn: Callable[[Session, Visit], None] | None = None
-        self._most = most
+        self._max_sessions = max_sessions
         self._sessions: OrderedDict[int, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -168,6 +168,6 @@ class Sessions:
         sessions = self._sessions
         while sessions:
             oldest = sessions[next(iter(sessions))]
-            if len(sessions) < self._most and now - oldest.seen_at < MAX_IDLE_S:
+            if len(sessions) < self._max_sessions and now - oldest.seen_at < MAX_IDLE_S:
                 break
             del sessions[oldest.key]

@@ -53,8 +53,8 @@ class Traffic:
         self._fade(now)
         return self._shorts / MEMORY_S
 
-    def long_share(self, now: float) -> float:
-        """Return how many workers long prefills occupy."""
+    def workers_with_longs(self, now: float) -> float:
+        """Return how many workers long prefills occupy on average."""
         self._fade(now)
         return self._long_s / MEMORY_S
 

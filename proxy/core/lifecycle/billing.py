@@ -63,21 +63,22 @@ def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False
     if tenant is None:
         return None
     ledger = tenant.ledger
-    breach: LimitExceeded | None = None
+    exceeded: LimitExceeded | None = None
     tokens = _tokens(info)
     if info.bill.entered >= 0:  # admitted for counting
-        breach = ledger.too_long(info.min_prompt_size)
+        exceeded = ledger.too_long(info.min_prompt_size)
     elif info.bill.decided >= 0:
-        breach, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided
+        exceeded, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided
         info.bill.decided = -1
     elif again:
         ledger.enter_again(now, tokens)
     else:
-        breach = ledger.enter(now, tokens, info.least_prompt if uncounted else info.min_prompt_size)
-    if breach is not None:
+        prompt = info.least_prompt if uncounted else info.min_prompt_size
+        exceeded = ledger.enter(now, tokens, prompt)
+    if exceeded is not None:
         leave(info, now)
-        _count(tenant, breach)
-        return refusals.limited(info, breach)
+        _count(tenant, exceeded)
+        return refusals.limited(info, exceeded)
     if info.bill.entered < 0:
         info.bill.entered = tokens
         tenant.notify_watches()
@@ -86,8 +87,8 @@ def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False
 
 def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
     """Return the limit that refuses every request now."""
-    breach = tenant.ledger.spent_limit(now)
-    return None if breach is None else _refuse_for_now(tenant, breach)
+    exceeded = tenant.ledger.spent_limit(now)
+    return None if exceeded is None else _refuse_for_now(tenant, exceeded)
 
 
 def charge_refused(tenant: Tenant, now: float) -> None:
@@ -96,11 +97,11 @@ def charge_refused(tenant: Tenant, now: float) -> None:
 
 
 def enter_without_worker(tenant: Tenant, now: float) -> Refusal | None:
-    breach = tenant.ledger.enter(now, 0, 0)
-    if breach is None:
+    exceeded = tenant.ledger.enter(now, 0, 0)
+    if exceeded is None:
         tenant.notify_watches()
         return None
-    return _refuse_for_now(tenant, breach)
+    return _refuse_for_now(tenant, exceeded)
 
 
 def leave_without_worker(tenant: Tenant, now: float) -> None:
@@ -108,13 +109,13 @@ def leave_without_worker(tenant: Tenant, now: float) -> None:
     tenant.notify_watches()
 
 
-def _refuse_for_now(tenant: Tenant, breach: LimitExceeded) -> Refusal:
-    _count(tenant, breach)
-    return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
+def _refuse_for_now(tenant: Tenant, exceeded: LimitExceeded) -> Refusal:
+    _count(tenant, exceeded)
+    return refusals.limited_for_now(exceeded, exceeded.retry_after_s or 0.0)
 
 
-def _count(tenant: Tenant, breach: LimitExceeded) -> None:
-    limited, which = tenant.totals.limited, breach.limit.value
+def _count(tenant: Tenant, exceeded: LimitExceeded) -> None:
+    limited, which = tenant.totals.limited, exceeded.limit.value
     limited[which] = limited.get(which, 0) + 1
 
 
@@ -177,13 +178,13 @@ def _estimate_output(lease: Lease, now: float) -> int:
     if not info.generates or not lease.sent:
         return 0
     since = _decode_start(lease)
-    step_s = worker.pace.step_s(worker.decoding + info.samples)
+    step_s = worker.pace.step_s(worker.num_decoding + info.samples)
     decoded_s = _last_computed_at(worker, since, now) - since if since < now else 0.0
     steps = max(int(decoded_s / step_s), 0)
-    most = info.output_tokens
-    if most is None:
-        most = max(worker.limit - info.largest_prompt, 0)
-    return min(steps, most) * info.samples
+    limit = info.output_tokens
+    if limit is None:
+        limit = max(worker.context_limit - info.largest_prompt, 0)
+    return min(steps, limit) * info.samples
 
 
 def first_token_time(lease: Lease) -> float | None:

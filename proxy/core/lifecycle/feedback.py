@@ -1,4 +1,4 @@
-"""What a finished request teaches about its worker."""
+"""Updates a worker's breaker and estimators from a finished request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_STEPS = 4
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
 STATUS_500 = "500"
-# They say nothing of the worker.
+# No evidence about the worker.
 INCONCLUSIVE = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
@@ -96,9 +96,9 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     pace, cached = worker.pace, lease.decision.cached_tokens
     if lease.first_token_at is not None or not lease.sent or not info.needs_engine:
         return
-    if lease.prefill is not None:  # successful transfers teach
+    if lease.prefill is not None:  # only successful transfers count
         return
-    if now < pace.first_due:  # many clients leave at once
+    if now < pace.first_token_learnable_at:  # many clients leave at once
         return
     seconds = now - lease.charged_at
     tokens = lease.ahead_tokens + info.prompt_tokens - cached
@@ -110,7 +110,7 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     else:
         if info.output_tokens is None or info.samples > 1:
             return  # unknown total
-        beside, steps = worker.decoding + 1, max(info.output_tokens - 1, 0)
+        beside, steps = worker.num_decoding + 1, max(info.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
         pace.learn_total(tokens, lease.behind_long, cached, beside, steps, seconds, now)

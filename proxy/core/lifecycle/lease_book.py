@@ -43,9 +43,9 @@ class LeaseBook:
         if lease.worker.queued_before:  # may include its queue
             return
         if handover is not None and handover.tokens and lease.info.stream and not lease.released:
-            step_s = lease.worker.pace.step_s(lease.worker.decoding)
+            step_s = lease.worker.pace.step_s(lease.worker.num_decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
-            times = self._placer.transfer_times(lease.info.model)
+            times = self._placer.transfer_times[lease.info.model]
             times.learn(handover.prefill.name, lease.worker.name, handover.tokens, seconds)
 
     def end_prefill(self, lease: Lease, now: float, usage: Usage | None) -> None:
@@ -110,7 +110,7 @@ class LeaseBook:
 
     def may_learn(self, lease: Lease, now: float) -> bool:
         """Return whether sizes may be learned from its usage."""
-        return now >= lease.worker.pace.end_due
+        return now >= lease.worker.pace.steps_learnable_at
 
     def wants_usage(self, lease: Lease, now: float) -> bool:
         return lease.info.tenant is not None or self.may_learn(lease, now)
@@ -128,7 +128,7 @@ class LeaseBook:
 
         `why`: an HTTP status or an error's name.
         """
-        leg, decoding = lease.running_leg, lease.worker.decoding
+        leg, decoding = lease.running_leg, lease.worker.num_decoding
         if not self._fleet.release(lease):
             return
         self._placer.queue.record_freed_slot(now)
@@ -169,7 +169,7 @@ class LeaseBook:
         tokens = info.prompt_tokens + lease.seen_tokens
         if usage is not None:
             tokens = usage.prompt_tokens + usage.completion_tokens
-        visit = Visit(worker.index, worker.up_since, tokens, worker.written)
+        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written)
         sessions, estimated = self._roster.sessions, not worker.reports_prefixes
         sessions.record_turn(session, info.prefix, info.prefix_bytes, visit, estimated=estimated)
         sessions.count(info.model, lease.decision.turn)
@@ -192,11 +192,12 @@ class LeaseBook:
 
     def has_larger(self, lease: Lease) -> bool:
         info = lease.info
-        return not info.pinned and lease.worker.limit < self._roster.pool(info.model).most
+        pool = self._roster.pool(info.model)
+        return not info.pinned and lease.worker.context_limit < pool.largest_context
 
     def enlarge_request(self, lease: Lease) -> RequestInfo:
         """Return the request as the next attempt sees it: larger than this worker."""
-        larger = enlarge(lease.info, lease.worker.limit, self._placer.settings.short_limit)
+        larger = enlarge(lease.info, lease.worker.context_limit, self._placer.settings.short_limit)
         lease.attempts = replace(lease.attempts, enlarged=larger)
         return larger
 

@@ -209,7 +209,7 @@ def limited(info: RequestInfo, exceeded: LimitExceeded) -> Refusal:
     if exceeded.retry_after_s is None:
         about = "" if info.counted else "about "
         message = (
-            f"Your key allows prompts of up to {exceeded.most} tokens; this prompt has {about}"
+            f"Your key allows prompts of up to {exceeded.allowed} tokens; this prompt has {about}"
             f"{info.largest_prompt}. Please reduce the length of the prompt."
         )
         param = BY_NAME[info.route].prompt_param
@@ -218,7 +218,7 @@ def limited(info: RequestInfo, exceeded: LimitExceeded) -> Refusal:
 
 
 def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
-    message = f"Rate limit reached for {LIMIT_NAMES[exceeded.limit]}: Limit {exceeded.most}. "
+    message = f"Rate limit reached for {LIMIT_NAMES[exceeded.limit]}: Limit {exceeded.allowed}. "
     message += f"Please try again in {plain_seconds(retry_after_s)}s."
     headers: list[tuple[str, str]] = []
     for name, state in (("requests", exceeded.requests), ("tokens", exceeded.tokens)):

@@ -1,4 +1,4 @@
-"""Input and output of the core, as plain data."""
+"""A request as it arrives and as parsed, its outcome, and a refusal."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class RequestInfo:
     counted: bool = False
     sure_prompt: int = -1  # `min_prompt_size`; -1: by `prompt_error`
     least_prompt: int = -1  # least size of the largest prompt; -1: by `prompt_error`
-    most: int = maxsize  # largest context, if its worker should decide
+    context_cap: int = maxsize  # largest context, if its worker should decide
     long: bool = False  # budget above `short_limit`
     prefix: tuple[int, ...] = ()  # chained block hashes
     prefix_bytes: int = 0  # body bytes of the prompt
@@ -110,7 +110,7 @@ class RequestInfo:
     tool_bytes: int = 0  # of these
     prompts: int = 1
     extra_tokens: int = 0  # template, images
-    media: RequestMedia | None = None  # if `usage` can teach its sizes
+    media: RequestMedia | None = None  # if `usage` shows its sizes
     countable: bool = False  # a worker's /tokenize accepts it
     pinned: str = ""  # worker that holds its stored response
     stored_tokens: int = 0  # of the stored response that it continues, in the prompt
@@ -146,11 +146,11 @@ class RequestInfo:
     def needed_context(self) -> int:
         """Return the context of its largest prompt and one sample.
 
-        Workers clamp output: a missing limit needs one token, and `most` caps a stated one.
+        Workers clamp output: a missing limit needs one token, and `context_cap` caps a stated one.
         """
         output = self.output_tokens
         needs = self.largest_prompt + (self.generates if output is None else output)
-        return min(needs, self.most)
+        return min(needs, self.context_cap)
 
     @property
     def needs_engine(self) -> bool:
@@ -172,7 +172,7 @@ class Outcome(StrEnum):
     FAILED = "failed"  # network, timeout, other 5xx
     BUSY = "busy"  # 429 or 503
     UNFINISHED = "unfinished"  # longer than a client may wait; the worker is well
-    MOOT = "moot"  # says nothing of the worker
+    MOOT = "moot"  # no evidence about the worker
 
 
 @dataclass(slots=True, frozen=True)

@@ -73,12 +73,6 @@ class Buckets:
         self._watch = ChangedTenants()
         self._numbers = count()
 
-    def buckets(self) -> Mapping[tuple[Place, Rank], Bucket]:
-        for tenant in self._watch.pop_all():
-            for fifo in self._by_tenant.get(tenant, ()):
-                self._sort(fifo)
-        return self._buckets
-
     def count(self, place: Place, rank: Rank) -> int:
         bucket = self._buckets.get((place, rank))
         return len(bucket.tickets) if bucket is not None else 0
@@ -100,8 +94,11 @@ class Buckets:
         return (at for at in self._buckets if at[0][0] == model and at[0][1] != FOR_CACHE)
 
     def in_order(self) -> Iterator[tuple[tuple[Place, Rank], Bucket]]:
-        """Yield the buckets of requests that any free slot may serve."""
-        return ((at, found) for at, found in self.buckets().items() if at[0][1] != FOR_CACHE)
+        """Sort the FIFOs; return the buckets of requests that any free slot may serve."""
+        for tenant in self._watch.pop_all():
+            for fifo in self._by_tenant.get(tenant, ()):
+                self._sort(fifo)
+        return ((at, found) for at, found in self._buckets.items() if at[0][1] != FOR_CACHE)
 
     def has_waiting(self, tenant: Tenant, rank: Rank) -> bool:
         return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))

@@ -57,7 +57,7 @@ class CacheWaits:
             frees_slots = worker.requests > remote.requests
             for ticket in tickets:
                 wait = ticket.cache_wait
-                overtaken = wait is not None and remote.placed > wait.placed
+                overtaken = wait is not None and remote.total_placed > wait.placed
                 if overtaken and not frees_slots and now >= ticket.cache_due:
                     ticket.cache_until = now
                 if at_once or now >= ticket.cache_until:

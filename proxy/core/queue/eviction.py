@@ -43,60 +43,64 @@ class Evictions:
             del self._used[info.tenant]
 
     def choose_evicted(
-        self, info: RequestInfo, fifos: Iterable[RequestFifo], over: Amounts, most: Amounts
+        self, info: RequestInfo, fifos: Iterable[RequestFifo], excess: Amounts, limits: Amounts
     ) -> list[Ticket]:
         """Return the tickets to evict; none if that would not make enough room.
 
-        `over` is the excess with the request.
+        `excess` includes the request.
         """
         used = dict(self._used)
         own_used = add_amounts(used.get(info.tenant, NO_AMOUNTS), amounts_of(info))
-        own = _share(own_used, most, info.tenant)
-        may = [fifo for fifo in fifos if fifo.place[1] != APART and _may_yield(fifo, info)]
+        own_share = _share(own_used, limits, info.tenant)
+        fifos = [fifo for fifo in fifos if fifo.place[1] != APART and _may_yield(fifo, info)]
         return _choose_last(
-            may, used, over, most, lambda fifo: _exceeds_share(fifo, info, used, own, most)
+            fifos,
+            used,
+            excess,
+            limits,
+            lambda fifo: _exceeds_share(fifo, info, used, own_share, limits),
         )
 
     def choose_surplus(
-        self, fifos: Iterable[RequestFifo], over: Amounts, most: Amounts
+        self, fifos: Iterable[RequestFifo], excess: Amounts, limits: Amounts
     ) -> list[Ticket]:
         """Return tickets to evict, even if an excess remains.
 
         An oversized request accepted by an empty queue is kept.
         """
-        may = [fifo for fifo in fifos if fifo.place[1] != APART]
-        return _choose_last(may, dict(self._used), over, most, lambda _: True, partly=True)
+        fifos = [fifo for fifo in fifos if fifo.place[1] != APART]
+        return _choose_last(fifos, dict(self._used), excess, limits, lambda _: True, partly=True)
 
 
 def _choose_last(
-    may: list[RequestFifo],
+    fifos: list[RequestFifo],
     used: dict[Tenant | None, Amounts],
-    over: Amounts,
-    most: Amounts,
+    excess: Amounts,
+    limits: Amounts,
     yields: Callable[[RequestFifo], bool],
     *,
     partly: bool = False,
 ) -> list[Ticket]:
     """Take the last ticket of the largest tenant until nothing exceeds its limit."""
     tickets = {
-        fifo.key: [t for t in fifo.tickets if t.info.prompt_tokens <= most[2]]
+        fifo.key: [t for t in fifo.tickets if t.info.prompt_tokens <= limits[2]]
         if partly
         else fifo.tickets
-        for fifo in may
+        for fifo in fifos
     }
     left = {key: len(found) for key, found in tickets.items()}
-    gone: list[Ticket] = []
-    while max(over) > 0 and len(gone) < MAX_EVICTED:
-        there = [fifo for fifo in may if left[fifo.key] and yields(fifo)]
-        if not there:
+    evicted: list[Ticket] = []
+    while max(excess) > 0 and len(evicted) < MAX_EVICTED:
+        evictable = [fifo for fifo in fifos if left[fifo.key] and yields(fifo)]
+        if not evictable:
             break
-        fifo = max(there, key=lambda fifo: _order(fifo, used, most, left[fifo.key]))
+        fifo = max(evictable, key=lambda fifo: _eviction_order(fifo, used, limits, left[fifo.key]))
         left[fifo.key] -= 1
         ticket = tickets[fifo.key][left[fifo.key]]
-        gone.append(ticket)
+        evicted.append(ticket)
         used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts_of(ticket.info), -1)
-        over = add_amounts(over, amounts_of(ticket.info), -1)
-    return gone if partly or max(over) <= 0 else []
+        excess = add_amounts(excess, amounts_of(ticket.info), -1)
+    return evicted if partly or max(excess) <= 0 else []
 
 
 def _may_yield(fifo: RequestFifo, info: RequestInfo) -> bool:
@@ -109,22 +113,22 @@ def _exceeds_share(
     fifo: RequestFifo,
     info: RequestInfo,
     used: dict[Tenant | None, Amounts],
-    own: float,
-    most: Amounts,
+    own_share: float,
+    limits: Amounts,
 ) -> bool:
     if fifo.rank is BATCH and info.rank is not BATCH:
         return True
-    return _share(used[fifo.tenant], most, fifo.tenant) > own
+    return _share(used[fifo.tenant], limits, fifo.tenant) > own_share
 
 
-def _order(
-    fifo: RequestFifo, used: dict[Tenant | None, Amounts], most: Amounts, left: int
+def _eviction_order(
+    fifo: RequestFifo, used: dict[Tenant | None, Amounts], limits: Amounts, left: int
 ) -> tuple[bool, float, int]:
-    return fifo.rank is BATCH, _share(used[fifo.tenant], most, fifo.tenant), left
+    return fifo.rank is BATCH, _share(used[fifo.tenant], limits, fifo.tenant), left
 
 
-def _share(used: Amounts, most: Amounts, tenant: Tenant | None) -> float:
-    share = max(used[0] / most[0], used[1] / most[1], used[2] / most[2])
+def _share(used: Amounts, limits: Amounts, tenant: Tenant | None) -> float:
+    share = max(used[0] / limits[0], used[1] / limits[1], used[2] / limits[2])
     return share if tenant is None else share / tenant.spec.weight
 
 

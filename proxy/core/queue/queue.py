@@ -57,7 +57,7 @@ class Queue:
         self.bytes = 0
         self.tokens = 0
         self.length = 0
-        self._in_order = 0  # without requests that wait for a cache
+        self._num_in_order = 0  # without requests that wait for a cache
         self.remote_queues: RemoteQueues | None = None  # in other processes
         self.shares = ShareCounters()
         self.cache_waits = CacheWaits()
@@ -67,7 +67,7 @@ class Queue:
         self.last_dispatches = LastDispatches()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
-        self._freed = 0  # slots, since the start
+        self._freed_slots = 0  # since the start
         # Two samples (time, slots freed): older, newer. Time without waiting requests is excluded:
         # freed slots then measure demand, not speed.
         self._samples = ((0.0, 0), (0.0, 0))
@@ -110,14 +110,14 @@ class Queue:
 
     def _excess(self, one: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
-        total, most = self._total_amounts(), self._max_amounts()
+        total, limits = self._total_amounts(), self._max_amounts()
         if (others := self.remote_queues) is not None:
             parts, own = others.processes + 1, add_amounts(self._own_amounts(), one)
-            if all(amount * parts <= limit for amount, limit in zip(own, most, strict=True)):
+            if all(amount * parts <= limit for amount, limit in zip(own, limits, strict=True)):
                 return NO_AMOUNTS
         if not total[0]:  # an empty queue takes a prompt of any size
-            most = most[0], most[1], inf
-        return add_amounts(add_amounts(total, one), most, -1)
+            limits = limits[0], limits[1], inf
+        return add_amounts(add_amounts(total, one), limits, -1)
 
     def _own_amounts(self) -> Amounts:
         return self.length, self.bytes, self.tokens
@@ -235,10 +235,10 @@ class Queue:
             ticket.cache_until = min(ticket.cache_until, cache_wait.until)
             self.cache_waits.add(ticket, cache_wait)
         else:
-            if not self._in_order:
+            if not self._num_in_order:
                 self._resume_samples(now)
             self._last_waiting_at = now
-            self._in_order += 1
+            self._num_in_order += 1
         self._buckets.push(ticket)
         if self.remote_queues is not None:
             self.remote_queues.report_change()
@@ -248,7 +248,7 @@ class Queue:
         if ticket.cache_wait is not None:
             self.cache_waits.remove(ticket, ticket.cache_wait)
         else:
-            self._in_order -= 1
+            self._num_in_order -= 1
 
     def _move(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
         self._extract(ticket)
@@ -304,34 +304,34 @@ class Queue:
     def record_freed_slot(self, now: float) -> None:
         if not self.max_requests:  # no queue: each refused request is demand
             if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
-                self._samples = ((now, self._freed),) * 2
-        elif not self._in_order:
+                self._samples = ((now, self._freed_slots),) * 2
+        elif not self._num_in_order:
             return
         self._last_waiting_at = now
-        self._freed += 1
+        self._freed_slots += 1
         if now - self._samples[1][0] > RATE_SAMPLE_S:
-            self._samples = self._samples[1], (now, self._freed)
+            self._samples = self._samples[1], (now, self._freed_slots)
 
     def _resume_samples(self, now: float) -> None:
         """Resume the samples after a pause; restart them after a long one."""
         if (idle_s := now - self._last_waiting_at) > 2 * RATE_SAMPLE_S:
-            self._samples = ((now, self._freed),) * 2
+            self._samples = ((now, self._freed_slots),) * 2
         else:
             older, newer = self._samples
             self._samples = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
 
     def wait_s(self, now: float, ahead: int) -> float | None:
         """Return the predicted wait; None if the speed is unknown."""
-        if not self._in_order:
+        if not self._num_in_order:
             if now - self._last_waiting_at > 2 * RATE_SAMPLE_S:
                 return None
             now = self._last_waiting_at
         since, before = self._samples[0]
-        freed, seconds = self._freed - before, now - since
+        freed, seconds = self._freed_slots - before, now - since
         return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
 
     def retry_after_s(self, now: float) -> int:
-        wait = self.wait_s(now, self._in_order)
+        wait = self.wait_s(now, self._num_in_order)
         if wait is None:
             wait = min(self.cache_waits.next_slot_s(now), self.max_wait_s)
         return min(max(ceil(wait), 1), MAX_RETRY_AFTER_S)

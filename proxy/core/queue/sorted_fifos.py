@@ -29,19 +29,19 @@ class SortedFifos:
     def first(self) -> RequestFifo:
         return self._segments[0].entries[0][FIFO]
 
-    def below(self, most: Callable[[], int]) -> Iterator[Entry]:
-        """Yield the entries that need less than `most()`, which may fall between entries.
+    def below(self, limit: Callable[[], int]) -> Iterator[Entry]:
+        """Yield the entries that need less than `limit()`, which may fall between entries.
 
         The entries must not change meantime.
         """
-        bound = most()
+        bound = limit()
         for segment in self._segments:
             if segment.least_need >= bound:
                 continue
             for entry in segment.entries:
                 if entry[NEED] < bound:
                     yield entry
-                    bound = most()
+                    bound = limit()
 
     def put(self, entry: Entry) -> None:
         segments = self._segments

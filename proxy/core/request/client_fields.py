@@ -83,7 +83,7 @@ def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:
 def _id_names_addresses(body: bytes) -> bool:
     found = (member for member in members(body) if member.name == ID.encode())
     ids = (body[member.value : member.end] for member in found)
-    # Escapes in an id are suspicious.
+    # An escape may hide an address.
     return any(b"\\" in text or has_address(text) for text in ids)
 
 
@@ -98,7 +98,7 @@ def find_forbidden_in_form(
     strict = tenants and not allowed.arguments
     if allowed.kv_transfer and not strict:
         return ""
-    return find_steering_in_form(body, content_type, at_all=strict) or ""
+    return find_steering_in_form(body, content_type, no_arguments=strict) or ""
 
 
 def salt_in(fields: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ UNCONSTRAINED = {"type": "text"}  # as `response_format`
 NOT_DISABLED = "add_generation_prompt", "include_reasoning"
 TOOL_CHOICES = None, "auto", "none"  # the others constrain the output from its beginning
 NULL = b"null"
-MAX_OUTPUT, MAX_CHAT_OUTPUT, MIN_OUTPUT = "max_tokens", "max_completion_tokens", "min_tokens"
+LIMIT_FIELD, CHAT_LIMIT_FIELD, LEAST_FIELD = "max_tokens", "max_completion_tokens", "min_tokens"
 
 
 def why_not_by_text(body: bytes, shape: PromptFields) -> str:
@@ -76,7 +76,9 @@ def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextS
             return TextSoFar(body, text)
         tokens -= kept != text  # the space is generated again
     there = {member.name.decode(): body[member.value : member.end] for member in members(body)}
-    name = MAX_CHAT_OUTPUT if is_chat and there.get(MAX_CHAT_OUTPUT, NULL) != NULL else MAX_OUTPUT
+    name = (
+        CHAT_LIMIT_FIELD if is_chat and there.get(CHAT_LIMIT_FIELD, NULL) != NULL else LIMIT_FIELD
+    )
     limit = parse_count(orjson.loads(there.get(name, NULL)))
     if limit is None and not is_chat:
         limit = COMPLETION_OUTPUT
@@ -85,9 +87,9 @@ def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextS
         if limit <= tokens:
             return None
         new[name] = b"%d" % (limit - tokens)
-    least = parse_count(orjson.loads(there.get(MIN_OUTPUT, NULL)))
+    least = parse_count(orjson.loads(there.get(LEAST_FIELD, NULL)))
     if least is not None:
-        new[MIN_OUTPUT] = b"%d" % max(least - tokens, 0)
+        new[LEAST_FIELD] = b"%d" % max(least - tokens, 0)
     if is_chat:
         message = orjson.dumps({"role": "assistant", "content": kept})
         new["messages"] = b"%b,%b]" % (there["messages"][:-1], message)

@@ -32,7 +32,7 @@ JUMP = re.compile(rb'[^"\[\]{}]*(?:"[^"]{0,96}"[^"\[\]{}]*)*')
 ESCAPED = re.compile(rb"\\u00(?:3\d|[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
 SMALL_BODY_BYTES = 8192  # above, one walk is faster than several searches
 SHORT_VALUE_BYTES = 256  # bytes of a value searched for its end
-# Per object, to bound the time that the event loop is blocked: 4 us each. vLLM knows 150 fields.
+# Per object, to bound the time that the event loop is blocked: 4 us each. vLLM has 150 fields.
 MAX_MEMBERS = 2000
 MAX_ADDED_MEMBERS = 50
 MIN_MEMBER_BYTES = 5  # of `"":1,`

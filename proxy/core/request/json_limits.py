@@ -99,11 +99,11 @@ def _count_signs(text: bytes) -> tuple[int, int, int]:
     return quotes, opened, commas
 
 
-def count_up_to(text: bytes, sign: bytes, most: int) -> int:
+def count_up_to(text: bytes, sign: bytes, limit: int) -> int:
     found = 0
     for at in range(0, len(text), PIECE_BYTES):
         piece = text[at : at + PIECE_BYTES]
         found += len(piece) - len(piece.replace(sign, b""))
-        if found > most:
+        if found > limit:
             break
     return found

@@ -73,10 +73,12 @@ def find(text: bytes, tree: Tree) -> str | None:
     return None
 
 
-def find_steering_in_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> str | None:
+def find_steering_in_form(
+    body: bytes, content_type: bytes, *, no_arguments: bool = False
+) -> str | None:
     """Return the first steering field of a form, or None.
 
-    `at_all`: refuse any `vllm_xargs`. Parsers disagree about boundaries, so every line like a
+    `no_arguments`: refuse any `vllm_xargs`. Parsers disagree about boundaries, so every line like a
     part's head counts, with the JSON after it.
     """
     # Earlier matches would scan to the end.
@@ -90,7 +92,9 @@ def find_steering_in_form(body: bytes, content_type: bytes, *, at_all: bool = Fa
         for _ in range(MAX_MENTIONS):
             if at < 0:
                 break
-            if (name := _in_part(body, at, at + len(mark), read, at_all=at_all)) is not None:
+            if (
+                name := _in_part(body, at, at + len(mark), read, no_arguments=no_arguments)
+            ) is not None:
                 return name
             at = text.find(mark, at + 1)
         if at >= 0:
@@ -98,7 +102,7 @@ def find_steering_in_form(body: bytes, content_type: bytes, *, at_all: bool = Fa
     return None
 
 
-def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
+def _in_part(body: bytes, at: int, end: int, read: set[int], *, no_arguments: bool) -> str | None:
     """Return a steering field of the part whose head has the mark from `at` to `end`."""
     first = max(at - MAX_LINE_BYTES, 0)
     # A header ends at its CR; some parsers keep a bare LF.
@@ -108,7 +112,7 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
     head = body[line:end].lower()
     if PLACE not in head or not NAME.search(head):
         return None
-    return ARGUMENTS_NAME if at_all else _after_head(body, end, read)
+    return ARGUMENTS_NAME if no_arguments else _after_head(body, end, read)
 
 
 def _after_head(body: bytes, end: int, read: set[int]) -> str | None:

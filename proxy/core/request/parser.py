@@ -301,9 +301,10 @@ class RequestParser:
 
     def _shrink_to_fit(self, info: RequestInfo) -> None:
         pinned = self._roster.get(info.pinned) if info.pinned else None
-        most = self._roster.pool(info.model).limit if pinned is None else pinned.limit
-        if info.needed_context > most:
-            shrink_to_fit(info, most, cuts_output=self.cuts_output)
+        pool = self._roster.pool(info.model)
+        context = pool.context_limit if pinned is None else pinned.context_limit
+        if info.needed_context > context:
+            shrink_to_fit(info, context, cuts_output=self.cuts_output)
 
 
 def _fields_of_json(body: bytes, large: LargeBody | None) -> dict[str, Any]:
@@ -358,10 +359,10 @@ def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:
 
     No worker checks that limit.
     """
-    most = tenant.spec.limits.max_prompt_tokens
-    if most is None or info.body_bytes > MAX_JUDGED_BYTES:
+    limit = tenant.spec.limits.max_prompt_tokens
+    if limit is None or info.body_bytes > MAX_JUDGED_BYTES:
         return False
-    return info.least_prompt <= most < info.min_prompt_size
+    return info.least_prompt <= limit < info.min_prompt_size
 
 
 def prompt_start(shape: PromptFields, body: bytes) -> int:

@@ -82,15 +82,23 @@ class Sizer:
     ) -> RequestInfo:
         learned = self.learned(model, route.name, tenant)
         extent = measure(route.shape, body, learned.media.tokens)
-        prompt, error, largest, least = _prompt_size(route, extent, learned)
+        text, tokens, tools = extent.text, extent.tokens, extent.tools
+        prompt = largest = _total_tokens(learned, text - tools, tokens, tools, extent.prompts)
+        if extent.largest_text >= 0:
+            text, tokens = extent.largest_text, extent.largest_tokens
+            largest = _total_tokens(learned, text, tokens)
+        error = min(_prompt_error(extent, learned, text), largest)
         output, samples = _read_output_limit(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
         info = RequestInfo(
             request_id, route.name, model, body_bytes, prompt, error, largest, output
         )
-        info.least_prompt = least
+        least = _least_text_tokens(learned, text - tools)  # templates may omit tools
+        # Template and image tokens are guesses.
+        is_guess = extent.guessed or route.shape in TEMPLATED
+        info.least_prompt = least if is_guess else least + tokens
         info.samples, info.prompts = samples * extent.prompts, extent.prompts
-        info.text_bytes, info.tool_bytes = extent.text, extent.tools
+        info.text_bytes, info.tool_bytes = extent.text, tools
         info.extra_tokens = extent.tokens
         info.counted = not (extent.text or extent.guessed)
         info.countable = extent.plain and route.countable
@@ -114,7 +122,7 @@ class Sizer:
         """Use a worker's token count, and learn from it."""
         self._learn_prompt(info, self._learning_rates(info), prompt_tokens)
         info.prompt_tokens = info.largest_prompt = info.least_prompt = prompt_tokens
-        info.prompt_error, info.most, info.sure_prompt = 0, maxsize, -1
+        info.prompt_error, info.context_cap, info.sure_prompt = 0, maxsize, -1
         info.counted = True
 
     def learn(self, info: RequestInfo, usage: Usage) -> None:
@@ -145,23 +153,15 @@ class Sizer:
             own.learn_prompt(text, tokens, tools, info.prompts)
 
 
-def _prompt_size(
-    route: Route, extent: PromptExtent, learned: LearnedSizes
-) -> tuple[int, int, int, int]:
-    """Return the tokens of all prompts, and of the largest prompt: error, tokens, least tokens."""
-    text, tokens, tools = extent.text, extent.tokens, extent.tools
-    prompt = largest = _total_tokens(learned, text - tools, tokens, tools, extent.prompts)
-    if extent.largest_text >= 0:
-        text, tokens = extent.largest_text, extent.largest_tokens
-        largest = _total_tokens(learned, text, tokens)
-    error = int(learned.error(text - tools, tools)) if text else 0
-    if extent.guessed:
-        error += _guess_error(extent, learned)
+def _prompt_error(extent: PromptExtent, learned: LearnedSizes, text: int) -> int:
+    """Return the possible error of the largest prompt, which has `text` bytes of text."""
+    error = int(learned.error(text - extent.tools, extent.tools)) if text else 0
+    return error + _guess_error(extent, learned) if extent.guessed else error
+
+
+def _least_text_tokens(learned: LearnedSizes, text: int) -> int:
     longest_token = max(MAX_BYTES_PER_TOKEN, WORD_LENGTH_MARGIN * learned.bytes_per_token)
-    least = int((text - tools) / longest_token)  # templates may omit tools
-    if not extent.guessed and route.shape not in TEMPLATED:
-        least += tokens  # template and image tokens are guesses
-    return prompt, min(error, largest), largest, least
+    return int(text / longest_token)
 
 
 def _learn_output(info: RequestInfo, own: LearnedSizes, tokens: int) -> None:
@@ -199,8 +199,8 @@ def _total_tokens(
     return tokens
 
 
-def shrink_to_fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
-    """Shrink an estimate to `most` if it may fit, so that the largest worker decides.
+def shrink_to_fit(info: RequestInfo, context: int, *, cuts_output: bool) -> None:
+    """Shrink an estimate to `context` if it may fit, so that the largest worker decides.
 
     `cuts_output`: vLLM 0.32 cuts the output limit to the remaining context of at least one token.
     """
@@ -209,12 +209,12 @@ def shrink_to_fit(info: RequestInfo, most: int, *, cuts_output: bool) -> None:
     least = info.least_prompt
     if least < 0:
         least = info.largest_prompt - info.prompt_error
-    if least + output > most:
+    if least + output > context:
         return
-    if (stated or 0) > most and info.route not in ANY_LIMIT:
+    if (stated or 0) > context and info.route not in ANY_LIMIT:
         return
-    info.most = most
-    over = info.largest_prompt + output - most
+    info.context_cap = context
+    over = info.largest_prompt + output - context
     if over > 0:
         info.largest_prompt -= over
         info.prompt_tokens -= over
@@ -271,18 +271,18 @@ def _read_samples(value: object) -> int:
     return found or 1
 
 
-def _apply_truncation(info: RequestInfo, most: int | None, prompts: int) -> None:
-    """Apply truncation by the worker: to `most` tokens, or to its context."""
+def _apply_truncation(info: RequestInfo, max_tokens: int | None, prompts: int) -> None:
+    """Apply truncation by the worker: to `max_tokens` tokens, or to its context."""
     sure = info.largest_prompt - info.prompt_error
-    info.sure_prompt = sure if most is None else min(sure, most)
-    if most is None:
+    info.sure_prompt = sure if max_tokens is None else min(sure, max_tokens)
+    if max_tokens is None:
         info.prompt_error = info.largest_prompt
         info.least_prompt = 0
     else:
-        info.least_prompt = min(info.least_prompt, most)
-        info.prompt_tokens = min(info.prompt_tokens, most * prompts)
-        info.largest_prompt = min(info.largest_prompt, most)
-        info.prompt_error = min(info.prompt_error, most)
+        info.least_prompt = min(info.least_prompt, max_tokens)
+        info.prompt_tokens = min(info.prompt_tokens, max_tokens * prompts)
+        info.largest_prompt = min(info.largest_prompt, max_tokens)
+        info.prompt_error = min(info.prompt_error, max_tokens)
     info.text_bytes = 0
     info.media = None
     info.countable = False

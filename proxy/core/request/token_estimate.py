@@ -372,7 +372,7 @@ def _measure_pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
 
 
 def _measure_side(
-    body: dict[str, JSON], keys: tuple[str, ...], most: int, examinable: int, sizes: Numbers
+    body: dict[str, JSON], keys: tuple[str, ...], max_tokens: int, examinable: int, sizes: Numbers
 ) -> PromptExtent:
     """Measure all prompts of a side; the largest text and tokens may differ in prompt."""
     value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
@@ -383,14 +383,14 @@ def _measure_side(
     for prompt in examined:
         text, tokens = side.text, side.tokens
         _add_prompt(side, prompt)
-        if most and side.text - text > most * BYTES_KEPT:
-            side.text = text + most * BYTES_KEPT
+        if max_tokens and side.text - text > max_tokens * BYTES_KEPT:
+            side.text = text + max_tokens * BYTES_KEPT
             side.cut = True
         side.largest_text = max(side.largest_text, side.text - text)
         side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
     if len(examined) < len(prompts):
         longest = _longest_prompt(prompts[len(examined) :])
-        side.largest_text = max(side.largest_text, min(longest, most * BYTES_KEPT or longest))
+        side.largest_text = max(side.largest_text, min(longest, max_tokens * BYTES_KEPT or longest))
     return side
 
 

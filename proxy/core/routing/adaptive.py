@@ -47,8 +47,8 @@ MAX_CACHE_WAIT = 4.0  # times what the cache saves; chosen with `benchmarks.agen
 # A typical request, to sort the workers of a large group.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
 PREFIX = Reason.PREFIX
-SUITS_SHORT = attrgetter("misfit_short", "requests", "served")
-SUITS_LONG = attrgetter("misfit_long", "requests", "served")
+SUITS_SHORT = attrgetter("misfit_short", "requests", "last_used")
+SUITS_LONG = attrgetter("misfit_long", "requests", "last_used")
 
 
 class Adaptive(Rule):
@@ -58,7 +58,7 @@ class Adaptive(Rule):
 
     def choose(self, view: View) -> Decision | None:
         info, prefixes, candidates = view.info, view.cached_prefixes, view.candidates
-        if view.pool.longs and is_reserve_kept(view):
+        if is_reserve_kept(view):
             candidates = [w for w in candidates if not is_reserved(w, view)]
             if not candidates:
                 return None
@@ -98,7 +98,7 @@ class Adaptive(Rule):
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker, view: View) -> str:
-        if view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view):
+        if is_reserve_kept(view) and is_reserved(worker, view):
             return "reserved for long requests"
         offer = view.offer
         if offer is not None and worker.role is DECODE and not offer.may_begin(worker, view):
@@ -160,7 +160,9 @@ def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) 
         until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
         if own_s + wait_s < least_s and now + wait_s < latest and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, only=False, placed=worker.remote_load.placed)
+            found = CacheWait(
+                worker, wait_s, until, only=False, placed=worker.remote_load.total_placed
+            )
     return found
 
 
@@ -174,7 +176,9 @@ def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
         until = view.first_token_due - worker.ttft_s(view.info, now, cached)
         if own_s + wait_s < least_s and now + wait_s < until:
             least_s = own_s + wait_s
-            found = CacheWait(worker, wait_s, until, only=True, placed=worker.remote_load.placed)
+            found = CacheWait(
+                worker, wait_s, until, only=True, placed=worker.remote_load.total_placed
+            )
     return found
 
 
@@ -191,7 +195,7 @@ def may_await(worker: Worker, view: View) -> bool:
         and not worker.is_barred
         and worker not in view.tried
         and worker.surely_fits(view.info)
-        and not (view.pool.longs and is_reserve_kept(view) and is_reserved(worker, view))
+        and not (is_reserve_kept(view) and is_reserved(worker, view))
     )
 
 
@@ -227,7 +231,7 @@ def score(worker: Worker, view: View) -> Score:
     if offer is not None and handover_offers([worker], costs, view):
         wait_s = offer.prefill_s + offer.wait_s(worker, view)
         transfer_s = offer.transfer_s(worker, view)
-        harm_s = costs[0] - wait_s - transfer_s - pace.step_s(worker.decoding)
+        harm_s = costs[0] - wait_s - transfer_s - pace.step_s(worker.num_decoding)
         cached, is_reported = offer.cached_tokens, offer.prefill.reports_prefixes
         return Score(
             worker.name, costs[0], wait_s, transfer_s, harm_s, cached, is_reported,
@@ -249,11 +253,11 @@ def misfit_s(worker: Worker, view: View) -> float:
         if worker.misfit_long < MISFIT_OTHER_POOL:
             return 0.0
         prefill = worker.pace.token_s * info.prompt_tokens
-        return traffic.shorts_per_s(now) / max(view.pool.shorts, 1) * prefill * prefill / 2.0
+        return traffic.shorts_per_s(now) / max(view.pool.num_shorts, 1) * prefill * prefill / 2.0
     if worker.misfit_short < MISFIT_OTHER_POOL:
         return 0.0
-    share = min(traffic.long_share(now) / max(view.pool.longs, 1), 1.0)
-    return share * info.expected_output * worker.pace.step_s(worker.decoding)
+    share = min(traffic.workers_with_longs(now) / max(view.pool.num_longs, 1), 1.0)
+    return share * info.expected_output * worker.pace.step_s(worker.num_decoding)
 
 
 def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
@@ -264,7 +268,7 @@ def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
     capacity = worker.kv_capacity
     room = KV_FULL * capacity - need
     # `kv_held` inlined: this runs for every candidate.
-    if not capacity or worker.kv_tokens - worker.kv_spare <= room >= worker.kv_coming:
+    if not capacity or worker.kv_tokens - worker.kv_overcharged <= room >= worker.kv_coming:
         return 0.0
     held = worker.kv_held
     if held <= 0:
@@ -272,8 +276,8 @@ def kv_wait_s(worker: Worker, info: RequestInfo, need: int) -> float:
     over = held - room - shared_tokens(worker, info)
     if over <= 0:
         return 0.0
-    left_each = worker.decode_tokens / max(worker.decoding, 1)
-    return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
+    left_each = worker.decode_tokens / max(worker.num_decoding, 1)
+    return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.num_decoding)
 
 
 def is_reserve_kept(view: View) -> bool:
@@ -281,7 +285,7 @@ def is_reserve_kept(view: View) -> bool:
 
     A request without another worker is exempt.
     """
-    if view.info.long or view.info.pinned:
+    if not view.pool.num_longs or view.info.long or view.info.pinned:
         return False
     if not (view.longs_waiting or view.traffic.has_recent_longs(view.now)):
         return False
@@ -293,7 +297,7 @@ def is_reserved(worker: Worker, view: View) -> bool:
         return False
     if view.longs_waiting:
         return True
-    most = worker.max_requests
-    if most is not None and worker.requests + 1 > most - max(int(most * RESERVED_SHARE), 1):
+    limit = worker.max_requests
+    if limit is not None and worker.requests + 1 > limit - max(int(limit * RESERVED_SHARE), 1):
         return True
     return worker.gauges is not None and worker.gauges.kv_usage > 1.0 - RESERVED_SHARE

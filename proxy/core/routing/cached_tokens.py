@@ -43,10 +43,10 @@ def with_visits(
         worker = roster.by_index.get(visit.worker)
         if worker is None or worker.up_since != visit.since:
             continue
-        if worker.reports_prefixes and not info.stored_tokens:  # its journal knows
+        if worker.reports_prefixes and not info.stored_tokens:  # the journal has them
             visited &= ~worker.bit
         else:
-            tokens = visit.cached_tokens(worker.kv_capacity, worker.written)
+            tokens = visit.cached_tokens(worker.kv_capacity, worker.total_written)
             left.append((min(tokens, info.prompt_tokens), worker.bit))
     masks: dict[int, int] = {}
     for tokens, holders in prefixes:

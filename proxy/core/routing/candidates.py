@@ -39,7 +39,7 @@ def find_candidates(
     if info.pinned:
         found = _pinned_worker(roster, info, now)
     else:
-        found = pool.available_workers(info, now, roster.ejections.resting, holders)
+        found = pool.available_workers(info, now, roster.ejections.ejected, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if attempts.paused:
@@ -135,7 +135,7 @@ def leaves_room(worker: Worker, info: RequestInfo, now: float, settings: Fairnes
     if not worker.requests:
         return True
     share = 1.0 - settings.batch_reserve
-    if worker.requests + 1 > share * (worker.most + worker.reserved):
+    if worker.requests + 1 > share * (worker.request_limit + worker.reserved):
         return False
     room, tokens = worker.kv_capacity, info.prompt_tokens + info.expected_output * info.samples
     if room and worker.kv_held + tokens > share * room:
@@ -169,7 +169,7 @@ def why_hopeless(
     workers = _workers_for(roster, info)
     holders = [w for w in workers if w.may_fit(info)]
     if workers and not holders:
-        return refusals.too_long(info, max(w.limit for w in workers))
+        return refusals.too_long(info, max(w.context_limit for w in workers))
     untried = [w for w in holders if not w.draining and attempts.may_try(w)]
     if attempts.continues:  # its client can't send it again
         return None if untried else refusals.no_worker_left("no other worker can continue it")
@@ -204,10 +204,10 @@ def why_excluded(worker: Worker, info: RequestInfo, now: float) -> str:
         (not worker.role.can_serve, "prefills only"),
         (worker.draining, "draining"),
         (not worker.probed, "not probed yet"),
-        (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
+        (not worker.up, f"down: {worker.probe_error}" if worker.probe_error else "down"),
         (not worker.may_send(now), "busy" if breaker.busy else "failed recently"),
-        (not worker.may_fit(info), f"too small: holds {worker.limit} tokens"),
-        (not worker.surely_fits(info), f"may be too small: holds {worker.limit} tokens"),
+        (not worker.may_fit(info), f"too small: holds {worker.context_limit} tokens"),
+        (not worker.surely_fits(info), f"may be too small: holds {worker.context_limit} tokens"),
         (worker.is_full, "full"),
     )
     return next((text for holds, text in reasons if holds), "")

@@ -83,8 +83,9 @@ def choose_prefill(
     """
     best: PrefillChoice | None = None
     failed: list[Worker] = []
+    least = info.largest_prompt - info.prompt_error
     for worker in pool.prefills:
-        if not worker.accepts(now) or worker in tried or not _may_prefill(worker, info):
+        if not worker.accepts(now) or worker in tried or least >= worker.context_limit:
             continue
         if links.has_failures and links.is_barred(worker, None, now):
             continue
@@ -92,7 +93,10 @@ def choose_prefill(
             failed.append(worker)
         cached = worker.cached_tokens(prefixes)
         seconds = worker.ttft_s(info, now, cached)
-        if best is not None and (seconds, worker.served) >= (best.prefill_s, best.worker.served):
+        if best is not None and (seconds, worker.last_used) >= (
+            best.prefill_s,
+            best.worker.last_used,
+        ):
             continue
         if links.can_reach(worker, pool.all, now):
             best = PrefillChoice(worker, seconds, cached)
@@ -122,7 +126,7 @@ def choose_other_decode(
     if prefill_leg is None or handover is None:
         return None
     found = [
-        (wait_s, worker.requests, worker.served, worker)
+        (wait_s, worker.requests, worker.last_used, worker)
         for worker in workers
         if worker.role is DECODE
         and worker is not lease.worker
@@ -134,10 +138,6 @@ def choose_other_decode(
         and (wait_s := worker.wait_s(now, for_long=info.long)) + handover.transfer_s <= within_s
     ]
     return min(found)[-1] if found else None
-
-
-def _may_prefill(worker: Worker, info: RequestInfo) -> bool:
-    return info.largest_prompt - info.prompt_error < worker.limit
 
 
 def consider_handover(decision: Decision, view: View) -> Decision | None:

@@ -13,7 +13,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Reason
 from proxy.core.routing.view import Rule, View
 
-load = attrgetter("requests", "prefill_tokens", "served")
+load = attrgetter("requests", "prefill_tokens", "last_used")
 
 
 class LeastLoaded(Rule):

@@ -47,7 +47,7 @@ class Placer:
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
         self.handovers: dict[tuple[str, str], int] = {}  # by model and verdict
-        self.transfers: dict[str, TransferTimes] = defaultdict(TransferTimes)  # by model
+        self.transfer_times: dict[str, TransferTimes] = defaultdict(TransferTimes)  # by model
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.links = KvLinks()
         self.rule = rule(settings.policy)
@@ -93,7 +93,7 @@ class Placer:
     def _charge(self, view: View, decision: Decision, attempts: Attempts, *, free: bool) -> Lease:
         """Charge a request to the chosen workers and to its tenant, and count the decision."""
         info, now, worker = view.info, view.now, decision.worker
-        if view.pool.decodes and self.settings.transfer:
+        if view.pool.num_decodes and self.settings.transfer:
             decision.verdict = handover_cost.handover_verdict(decision, view)
             key = info.model, decision.verdict
             self.handovers[key] = self.handovers.get(key, 0) + 1
@@ -153,7 +153,7 @@ class Placer:
         A rule might never choose the worker: for example, others have its requests' caches.
         """
         info, now, settings = view.info, view.now, self.settings
-        if not self.roster.ejections.resting or len(view.candidates) < 2:
+        if not self.roster.ejections.ejected or len(view.candidates) < 2:
             return None
         worker = candidate_rules.find_due_trial(view.candidates, view.cached_prefixes, now)
         if worker is None or info.deadline < inf or not info.needs_engine:
@@ -177,15 +177,15 @@ class Placer:
         info = view.info
         if info.deadline < inf and view.offer is None:
             candidate_rules.keep_in_time(view)
-        fair, in_the_gaps = self.settings.fairness, info.rank is BATCH and not aged
-        if in_the_gaps:
+        fair, is_spare = self.settings.fairness, info.rank is BATCH and not aged
+        if is_spare:
             candidate_rules.leave_batch_reserve(view, fair)
         candidates = view.candidates
         decision = self._choose(view)
-        if decision is None and late and not in_the_gaps and view.offer is not None:
+        if decision is None and late and not is_spare and view.offer is not None:
             decision = self._choose_fallback(view, view.offer, candidates)
         if (
-            in_the_gaps
+            is_spare
             and decision is not None
             and candidate_rules.disturbs_handovers(decision, view, fair)
         ):
@@ -195,12 +195,13 @@ class Placer:
 
     def _allow_wait(self, view: View, since: float) -> None:
         """Let the rule choose a wait for the worker with the prompt's cache."""
-        info = view.info
-        if not (info.pinned or info.rank is BATCH or view.pool.decodes) and self.queue.max_requests:
-            view.cache_waits = self.queue.cache_waits
-            view.first_token_due = (self.settings.admission or NO_TARGETS).due(info, since)
-            longest_s = min(self.queue.longest_wait_s(info), info.deadline - since)
-            view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
+        info, queue = view.info, self.queue
+        if info.pinned or info.rank is BATCH or view.pool.num_decodes or not queue.max_requests:
+            return
+        view.cache_waits = queue.cache_waits
+        view.first_token_due = (self.settings.admission or NO_TARGETS).due(info, since)
+        longest_s = min(queue.longest_wait_s(info), info.deadline - since)
+        view.wait_until = since + MAX_CACHE_WAIT_SHARE * longest_s
 
     def _has_room_to_wait(self, view: View) -> bool:
         queue, more, wait = self.queue, amounts_of(view.info), view.cache_wait
@@ -242,7 +243,7 @@ class Placer:
         view = candidate_rules.find_candidates(self.roster, info, now, attempts, traffic)
         view.longs_waiting = queue.has_waiting and queue.count_waiting(info.model, long=True) > 0
         pool = view.pool
-        if pool.prefills and pool.decodes and self.settings.transfer and not view.why_whole:
+        if pool.prefills and pool.num_decodes and self.settings.transfer and not view.why_whole:
             view.offer = self._offer_handover(view)
         return view
 
@@ -251,16 +252,13 @@ class Placer:
         pool, links, settings = view.pool, self.links, self.settings
         if tried and len(tried) >= settings.max_attempts - 1:
             return None  # the last attempt uses one worker: the best chance
-        tries = not tried and bool(self.roster.ejections.resting)
+        tries = not tried and bool(self.roster.ejections.ejected)
         best = handover_cost.choose_prefill(pool, info, now, prefixes, tried, links, tries=tries)
         if best is None:
             return None
-        times, above = self.transfer_times(info.model), settings.disaggregate_above
-        shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
+        times, above = self.transfer_times[info.model], settings.disaggregate_above
+        shorts = view.traffic.shorts_per_s(now) / pool.num_decodes if above is None else 0.0
         return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
-
-    def transfer_times(self, model: str) -> TransferTimes:
-        return self.transfers[model]
 
     def record_traffic(self, info: RequestInfo, now: float) -> None:
         if not info.needs_engine:
@@ -292,7 +290,7 @@ class Placer:
             for w in self.roster.workers_of(info.model)
         )
         if decision is not None:
-            asked = view.pool.decodes and self.settings.transfer
+            asked = view.pool.num_decodes and self.settings.transfer
             verdict = handover_cost.handover_verdict(decision, view) if asked else ""
             turn = candidate_rules.turn_of(view, decision.worker) if info.session else ""
             return replace(decision, scores=scores, verdict=verdict, turn=turn)

@@ -19,4 +19,4 @@ class RoundRobin(Rule):
         return Decision(min(view.candidates, key=self.rank), Reason.ROUND_ROBIN)
 
     def rank(self, worker: Worker) -> float:
-        return worker.served
+        return worker.last_used

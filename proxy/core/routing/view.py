@@ -75,7 +75,7 @@ class HandoverOffer:
     def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
         """Return the cost to all requests, comparable with `adaptive`."""
         info, pace = view.info, worker.pace
-        step_s = pace.step_s(worker.decoding)
+        step_s = pace.step_s(worker.num_decoding)
         output_s = worker.output_price * info.expected_output * info.samples
         return self.prefill_s + self.wait_s(worker, view) + transfer_s + step_s + output_s
 
@@ -93,11 +93,11 @@ class HandoverOffer:
         """
         tokens, here, there = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
         token_s = here.token_s
-        if there.length and there.token_s > token_s:
-            token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
+        if there.handover_tokens and there.token_s > token_s:
+            token_s += (there.token_s - token_s) * min(tokens / there.handover_tokens, 1.0)
         prefill_s = token_s * tokens
-        lost_s = max(prefill_s - here.step_s(worker.decoding), PREFILL_STALL_SHARE * prefill_s)
-        others_s = lost_s * (worker.decoding + worker.foreign_requests)
+        lost_s = max(prefill_s - here.step_s(worker.num_decoding), PREFILL_STALL_SHARE * prefill_s)
+        others_s = lost_s * (worker.num_decoding + worker.foreign_requests)
         more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
         later_shorts_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
         return more_s + later_shorts_s + min(slots.wait_s(worker, view.now), self.prefill_s)
@@ -143,7 +143,7 @@ class HandoverOffer:
             self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s
         )
         ttft_s = self.prefill_s + self.wait_s(worker, view) + transfer_s
-        ttft_s += worker.pace.step_s(worker.decoding)
+        ttft_s += worker.pace.step_s(worker.num_decoding)
         cached = worker.cached_tokens(view.cached_prefixes)
         return Decision(worker, HANDOVER, ttft_s, (), cached, handover)
 
@@ -212,7 +212,7 @@ def own_pool_is_left(view: View) -> bool:
 
 def _untried_of_own_pool(view: View) -> Iterator[Worker]:
     info, pool = view.info, view.pool
-    fitting = {group.limit for group in pool.groups_for(info)}
+    fitting = {group.context_limit for group in pool.groups_for(info)}
     for worker in pool.for_longs if info.long else pool.for_shorts:
-        if worker.limit in fitting and worker not in view.tried:
+        if worker.context_limit in fitting and worker not in view.tried:
             yield worker

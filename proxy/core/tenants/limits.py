@@ -54,7 +54,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class LimitExceeded:
     limit: Limit
-    most: int
+    allowed: int
     retry_after_s: float | None = None  # None: never
     requests: BucketState | None = None
     tokens: BucketState | None = None
@@ -145,13 +145,13 @@ class TenantUsage:
     def set_limits(self, limits: Limits) -> None:
         """Set the limits, keeping debts in seconds."""
         self._limits = limits
-        requests, tokens, most = (
+        requests, tokens, concurrency = (
             limits.requests_per_minute, limits.tokens_per_minute, limits.concurrency,
         )  # fmt: skip
         cells, parts = self._cells, self._parts
         self._requests = None if requests is None else TokenBucket(requests, cells, REQUESTS, parts)
         self._tokens = None if tokens is None else TokenBucket(tokens, cells, TOKENS, parts)
-        self._concurrency = None if most is None else -(-most // parts)
+        self._concurrency = None if concurrency is None else -(-concurrency // parts)
 
     def divide(self, parts: int) -> None:
         """Apply one of some equal parts of each limit; other hosts have the others."""
@@ -190,12 +190,12 @@ class TenantUsage:
 
     def exceeded_on_server(self, now: float, limit: Limit, wait_s: float) -> LimitExceeded:
         limits = self._limits
-        most = {
+        allowed = {
             Limit.REQUESTS: limits.requests_per_minute,
             Limit.TOKENS: limits.tokens_per_minute,
             Limit.CONCURRENCY: limits.concurrency,
         }[limit]
-        return self._exceeded(now, limit, most or 0, wait_s)
+        return self._exceeded(now, limit, allowed or 0, wait_s)
 
     def _report(self, requests: int, tokens: int, *, soon: bool = False) -> None:
         if self.remote_limits is not None:
@@ -215,8 +215,7 @@ class TenantUsage:
         if (exceeded := self.too_long(prompt)) is not None:
             self.charge_read(now)
             return exceeded
-        most = self._concurrency
-        others = None if most is None else self.remote_usage
+        others = None if self._concurrency is None else self.remote_usage
         if others is not None:
             # Publish first: two concurrent processes see each other, though both may fail.
             others.publish(self.running + 1)
@@ -267,12 +266,12 @@ class TenantUsage:
             self.remote_usage.publish(self.running + self._kept_places)
 
     def too_long(self, prompt: int) -> LimitExceeded | None:
-        most = self._limits.max_prompt_tokens
-        return LimitExceeded(Limit.PROMPT, most) if most is not None and prompt > most else None
+        limit = self._limits.max_prompt_tokens
+        return LimitExceeded(Limit.PROMPT, limit) if limit is not None and prompt > limit else None
 
-    def _exceeded(self, now: float, limit: Limit, most: int, wait: float) -> LimitExceeded:
+    def _exceeded(self, now: float, limit: Limit, allowed: int, wait: float) -> LimitExceeded:
         requests, tokens = self.remaining(now)
-        return LimitExceeded(limit, most, wait, requests, tokens)
+        return LimitExceeded(limit, allowed, wait, requests, tokens)
 
     def remaining(self, now: float) -> tuple[BucketState | None, BucketState | None]:
         requests, tokens = self._requests, self._tokens

@@ -67,10 +67,10 @@ class Notices:
     def apply(self, update: Update) -> None:
         """Drain workers as other hosts did; the last change counts."""
         for name, state in update.drains.items():
-            at, draining, now = state
+            at, draining, at_once = state
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
                 _keep(self._drains, name, state, MAX_DRAINS)
-                self._send(WorkerDrained(name, draining, now))
+                self._send(WorkerDrained(name, draining, at_once))
         new = [found for found in update.responses if found[0] not in self._responses]
         for response in new:
             _keep(self._responses, response[0], response, MAX_RESPONSES)
@@ -81,12 +81,12 @@ class Notices:
         """Have other hosts follow the admin API of this one."""
         known_at = self._drains.get(message.name, NEVER_DRAINED)[0]
         # Later than the change that it follows, even if another host's time of day is ahead.
-        state = max(time.time(), known_at + LATER_S), message.draining, message.now
+        state = max(time.time(), known_at + LATER_S), message.draining, message.at_once
         self._new_drains[message.name] = state
         _keep(self._drains, message.name, state, MAX_DRAINS)
 
 
-def _keep(known: dict[str, Value], name: str, value: Value, most: int) -> None:
+def _keep(known: dict[str, Value], name: str, value: Value, limit: int) -> None:
     known[name] = value
-    if len(known) > most:
+    if len(known) > limit:
         del known[next(iter(known))]

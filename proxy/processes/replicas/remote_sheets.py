@@ -13,6 +13,7 @@ from math import inf
 from operator import add
 from typing import TYPE_CHECKING
 
+from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.queue.buckets import LastDispatch
 from proxy.core.tenants.tenants import Rank
@@ -247,9 +248,10 @@ class RemoteSheets:
             load, due_at = process.loads[name]
             sheet.write_load(row, load, _shifted(due_at, offset))
         if name in process.breakers:
-            at, (closed, busy, until, failures, openings, tried_at, why) = process.breakers[name]
-            until, tried_at = _shifted(until, offset), _shifted(tried_at, offset)
-            snapshot = closed, busy, until, failures, openings, tried_at, why
+            at, state = process.breakers[name]
+            sent = BreakerSnapshot(*state)
+            until, tried_at = _shifted(sent.until, offset), _shifted(sent.tried_at, offset)
+            snapshot = sent._replace(until=until, tried_at=tried_at)
             sheet.write_breaker(row, at + offset, snapshot)
             sheet.write_count(BREAKER_CHANGES, sheet.count(BREAKER_CHANGES) + 1)
         sheet.mark_changed(row)

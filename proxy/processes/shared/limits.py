@@ -79,14 +79,14 @@ class SharedUsage:
 
 class SharedLimits:
     def __init__(
-        self, tenants: Tenants, shares: ShareCounters, table: SharedTable, sharing: SharedLoad
+        self, tenants: Tenants, shares: ShareCounters, table: SharedTable, shared_load: SharedLoad
     ) -> None:
         self._tenants = tenants
         self._shares = shares
         self._table = table
-        self._sheet = sharing.sheet
-        self._peers = sharing.peers_of(LimitsPeer)
-        self._sheets = sharing.peers_of(lambda sheet: sheet)
+        self._sheet = shared_load.sheet
+        self._peers = shared_load.peers_of(LimitsPeer)
+        self._sheets = shared_load.peers_of(lambda sheet: sheet)
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
         self._written: dict[Tenant, TenantRow] = {}

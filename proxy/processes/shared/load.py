@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
+from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.remote_load import own_numbers
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
@@ -30,7 +31,6 @@ from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.shared.worker_marks import WorkerMarks
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.breaker import BreakerSnapshot
     from proxy.core.fleet.charges import Fleet
     from proxy.core.fleet.worker import Worker
 
@@ -40,7 +40,7 @@ REMOTE_INTERVAL_S = 0.008
 FULL_READ_INTERVAL_S = 2.0  # interval of reading all rows, whether marked as changed or not
 # Then every process has seen that the row's worker is gone.
 ROW_REUSE_AFTER_S = 60.0
-NEW_BREAKER: BreakerSnapshot = (True, False, 0.0, 0, 0, 0.0, "")
+NEW_BREAKER = BreakerSnapshot()
 
 
 class LoadPeer:
@@ -134,7 +134,7 @@ class SharedLoad:
         """Write a worker at the end of this turn; write an additional request at once."""
         if self._reading:
             return
-        if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
+        if worker.request_limit != NO_LIMIT and (row := self._rows.get(worker)) is not None:
             own = worker.requests - worker.remote_load.requests
             if own > self.sheet.read_requests(row):
                 self.sheet.write_requests(row, own)
@@ -247,10 +247,10 @@ class SharedLoad:
         requests = worker.requests - worker.remote_load.requests
         for peer in self.peers:
             requests += peer.sheet.read_requests(row)
-        if requests < worker.most:
+        if requests < worker.request_limit:
             return False
         self._read_rows([row], now)
-        return worker.requests >= worker.most
+        return worker.requests >= worker.request_limit
 
     def _read_reservations(self) -> None:
         self._reservations = self.table.reservation_changes
@@ -301,9 +301,9 @@ class WorkerRows:
     """Assigns rows to workers, in the leader."""
 
     def __init__(
-        self, sharing: SharedLoad, clock: Callable[[], float], max_rows: int = MAX_WORKERS
+        self, shared_load: SharedLoad, clock: Callable[[], float], max_rows: int = MAX_WORKERS
     ) -> None:
-        self._sharing = sharing
+        self._shared_load = shared_load
         self._clock = clock
         self._max_rows = max_rows
         # Rows of removed workers with the time of removal, oldest first.
@@ -328,7 +328,7 @@ class WorkerRows:
         for row, since in self._left.items():
             if since > reusable_before:
                 break
-            if self._sharing.is_free(row):
+            if self._shared_load.is_free(row):
                 del self._left[row]
                 return row
         return None

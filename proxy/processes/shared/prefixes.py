@@ -49,10 +49,10 @@ class PrefixPeer:
 
 
 class SharedPrefixes:
-    def __init__(self, fleet: Fleet, sharing: SharedLoad) -> None:
+    def __init__(self, fleet: Fleet, shared_load: SharedLoad) -> None:
         self._fleet = fleet
-        self._sharing = sharing
-        self._peers = sharing.peers_of(PrefixPeer)
+        self._shared_load = shared_load
+        self._peers = shared_load.peers_of(PrefixPeer)
         self._new = array("Q")
         self._taking = False
         self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
@@ -70,14 +70,14 @@ class SharedPrefixes:
             self._add(worker, hashes)
 
     def _add(self, worker: Worker, hashes: tuple[int, ...]) -> None:
-        if mark := self._sharing.marks.mark_of(worker):
+        if mark := self._shared_load.marks.mark_of(worker):
             self._new.append(mark << LENGTH_BITS | len(hashes))
             self._new.extend(hashes)
-            self._sharing.schedule_flush()
+            self._shared_load.schedule_flush()
 
     def _note_turn(self, session: Session, visit: Visit) -> None:
         worker = self._fleet.roster.by_index.get(visit.worker)
-        if worker is not None and self._sharing.marks.mark_of(worker):
+        if worker is not None and self._shared_load.marks.mark_of(worker):
             sole = len(session.visits) == 1
             marks = session.depth, session.mark, *session.tail
             entry = (TURN, session.key, visit.tokens, *marks, int(sole), session.known_as)
@@ -93,23 +93,23 @@ class SharedPrefixes:
         if sole:
             session.visits, session.visited = [], 0
         session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)
-        visit = Visit(worker.index, worker.up_since, tokens, worker.written)
+        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written)
         session.add_visit(visit, estimated=not worker.reports_prefixes)
 
     def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""
         if self._new:
-            self._sharing.sheet.write_log(self._new.tobytes())
+            self._shared_load.sheet.write_log(self._new.tobytes())
             self._new = array("Q")
 
     def read_peers(self, now: float) -> None:
         turns, self._turns = self._turns, []
         for mark, entry in turns:
-            if (worker := self._sharing.marks.worker_of(mark)) is not None:
+            if (worker := self._shared_load.marks.worker_of(mark)) is not None:
                 self._apply_turn(entry, worker, now)
         for peer in self._peers:
             for mark, hashes in peer.new_entries():
-                worker = self._sharing.marks.worker_of(mark)
+                worker = self._shared_load.marks.worker_of(mark)
                 if worker is None:
                     continue
                 if len(hashes) == TURN_WORDS and hashes[0] == TURN:

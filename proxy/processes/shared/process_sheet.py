@@ -149,8 +149,8 @@ class ProcessSheet:
         """Read a breaker's state; the time is 0 if none was written."""
         place = self._rows + row * ROW_BYTES + AT_BREAKER
         at, flags, until, failures, openings, tried_at = BREAKER.unpack_from(self._memory, place)
-        closed, busy = bool(flags & 1), bool(flags & 2)
-        return at, (closed, busy, until, failures, openings, tried_at, _why(flags >> 2))
+        closed, busy, why = bool(flags & 1), bool(flags & 2), _why(flags >> 2)
+        return at, BreakerSnapshot(closed, busy, until, failures, openings, tried_at, why)
 
     def has_charges(self, row: int) -> bool:
         return any(self.read_load(row)[0][:-2])  # totals, the last numbers, only grow

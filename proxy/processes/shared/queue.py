@@ -39,14 +39,14 @@ BATCH = Rank.BATCH
 class SharedQueues:
     """The queues of the other processes."""
 
-    def __init__(self, queue: Queue, sharing: SharedLoad) -> None:
+    def __init__(self, queue: Queue, shared_load: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0  # on this host, as the limits are
         self.waits = False  # True if a request waits in any other queue
         self.holds_back = False  # True if a request here is held back
         self.request_came = asyncio.Event()  # set when a request is queued here
         self._queue = queue
-        self._sharing = sharing
-        self._sheets = sharing.peers_of(lambda sheet: sheet)
+        self._shared_load = shared_load
+        self._sheets = shared_load.peers_of(lambda sheet: sheet)
         self.processes = len(self._sheets.local)
         queue.cache_waits.processes = self.processes + 1
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
@@ -60,7 +60,7 @@ class SharedQueues:
         """Write the queue's state at the end of this turn."""
         self._changed = True
         self.request_came.set()
-        self._sharing.schedule_flush(urgent=True)
+        self._shared_load.schedule_flush(urgent=True)
 
     def has_higher_class(self, place: Place, rank: int) -> bool:
         """Return True if a request of a class above `rank` waits there in another process."""
@@ -78,7 +78,7 @@ class SharedQueues:
 
         Of processes with equal amounts, the first counts as having more.
         """
-        before = self._sharing.process
+        before = self._shared_load.process
         length, size, tokens = (
             any(
                 sheet.count(which) + (at < before) > mine
@@ -138,7 +138,7 @@ class SharedQueues:
         if not self._changed:
             return
         self._changed = False
-        sheet, queue = self._sharing.sheet, self._queue
+        sheet, queue = self._shared_load.sheet, self._queue
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)
         fronts: dict[tuple[int, Rank], QueueFront] = {}
@@ -159,7 +159,7 @@ class SharedQueues:
         sheet.write_count(WAITING, queue.length)
 
     def read_peers(self, now: float) -> None:  # noqa: ARG002
-        self._hold_s = REMOTE_HOLD_S if self._sharing.table.remote_in_use else HOLD_S
+        self._hold_s = REMOTE_HOLD_S if self._shared_load.table.remote_in_use else HOLD_S
         self.waits = any(sheet.count(WAITING) for sheet in self._sheets)
         sheets = self._sheets.local
         self.length = sum(sheet.count(WAITING) for sheet in sheets)

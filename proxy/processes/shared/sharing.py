@@ -27,14 +27,14 @@ def share_router(
     life: int,
 ) -> tuple[SharedLoad, SharedQueues]:
     """Share a router through a process's sheet; `life` differs from that of its predecessor."""
-    sharing = SharedLoad(table, process, router.fleet, clock, soon)
-    sharing.sheet.write_count(LIFE, life)
-    queues = SharedQueues(router.queue, sharing)
-    sharing.parts += (
+    shared_load = SharedLoad(table, process, router.fleet, clock, soon)
+    shared_load.sheet.write_count(LIFE, life)
+    queues = SharedQueues(router.queue, shared_load)
+    shared_load.parts += (
         queues,
-        SharedLimits(router.tenants, router.queue.shares, table, sharing),
-        SharedTraffic(router, sharing),
-        SharedPrefixes(router.fleet, sharing),
+        SharedLimits(router.tenants, router.queue.shares, table, shared_load),
+        SharedTraffic(router, shared_load),
+        SharedPrefixes(router.fleet, shared_load),
     )
-    router.fleet.roster.remote_load, router.queue.remote_queues = sharing, queues
-    return sharing, queues
+    router.fleet.roster.remote_load, router.queue.remote_queues = shared_load, queues
+    return shared_load, queues

@@ -36,10 +36,10 @@ class TrafficPeer:
 
 
 class SharedTraffic:
-    def __init__(self, router: Router, sharing: SharedLoad) -> None:
+    def __init__(self, router: Router, shared_load: SharedLoad) -> None:
         self._router = router
-        self._sheet = sharing.sheet
-        self._peers = sharing.peers_of(TrafficPeer)
+        self._sheet = shared_load.sheet
+        self._peers = shared_load.peers_of(TrafficPeer)
         self._next = 0.0
 
     def publish(self) -> None:

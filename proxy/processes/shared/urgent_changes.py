@@ -47,7 +47,9 @@ class UrgentChanges:
             self._sent_requests.clear()
         if (before := self._sent_requests.get(row)) is None:
             before = self._sent_requests[row] = self._sheet.read_requests(row)
-        return requests != before and 2 * self._table.hosts * worker.requests >= worker.most
+        return (
+            requests != before and 2 * self._table.hosts * worker.requests >= worker.request_limit
+        )
 
     def report(self) -> None:
         """Report urgent changes; called after everything is written."""

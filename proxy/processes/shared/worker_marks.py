@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class WorkerMarks:
-    """The workers that have rows."""
-
     def __init__(self) -> None:
         self._marks: dict[Worker, int] = {}
         self._workers: dict[int, Worker] = {}

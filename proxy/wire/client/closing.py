@@ -9,8 +9,6 @@ from proxy.wire.sockets import unacknowledged
 
 
 class Closing:
-    """The last bytes of a connection."""
-
     __slots__ = ("_close_by", "_unsent")
 
     def __init__(self) -> None:

@@ -42,25 +42,11 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a client."""
-
     __slots__ = (
-        "_ahead",
-        "_arrival",
-        "_closing",
-        "_exchange",
-        "_final_refusal",
-        "_leaving",
-        "_reader",
-        "_reading_paused",
-        "_taking",
-        "_transport",
-        "_waits_for",
-        "_wire",
-        "deadline",
-        "writable",
-        "write",
-    )
+        "_ahead_bytes", "_closing", "_deadline_state", "_exchange", "_final_refusal",
+        "_is_serving_ready", "_leaving", "_reader", "_reading_paused", "_transport", "_upload",
+        "_wire", "deadline", "writable", "write",
+    )  # fmt: skip
 
     def __init__(self, wire: WireContext) -> None:
         self.deadline = inf
@@ -78,11 +64,11 @@ class ClientConnection(asyncio.Protocol):
         self._final_refusal: Refusal | None = None  # sent after earlier responses
         self._leaving = False
         self._closing = Closing()
-        self._taking = False
+        self._is_serving_ready = False
         self._reading_paused = False
-        self._ahead = 0
-        self._waits_for = ParserState.NOTHING
-        self._arrival = UploadDeadline()
+        self._ahead_bytes = 0
+        self._deadline_state = ParserState.NOTHING  # for which the deadline is
+        self._upload = UploadDeadline()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -108,11 +94,11 @@ class ClientConnection(asyncio.Protocol):
         except RefusedError as error:
             self._final_refusal = error.refusal
         if self._exchange is None:
-            self._arrival.record_bytes(len(data))
+            self._upload.record_bytes(len(data))
             self._serve_ready(self._wire.clock())
             return
-        self._ahead += len(data)
-        if self._ahead > MAX_AHEAD_BYTES or len(self._reader.ready) > MAX_AHEAD_REQUESTS:
+        self._ahead_bytes += len(data)
+        if self._ahead_bytes > MAX_AHEAD_BYTES or len(self._reader.ready) > MAX_AHEAD_REQUESTS:
             self._pause_reading()
 
     def eof_received(self) -> None:
@@ -152,7 +138,12 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = None
         if not keep_alive:
             self.leave(now)
-        elif self._reader.ready or self._taking or self._leaving or self._final_refusal is not None:
+        elif (
+            self._reader.ready
+            or self._is_serving_ready
+            or self._leaving
+            or self._final_refusal is not None
+        ):
             self._serve_ready(now)
         elif self.writable:
             self._wait_for_request(now)
@@ -202,7 +193,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._reader.state is ParserState.NOTHING:
             self.leave(now)
         else:
-            self._refuse_and_close(now, self._arrival.too_late(now, self._wire.settings))
+            self._refuse_and_close(now, self._upload.too_late(now, self._wire.settings))
 
     def _limit_closing(self, now: float) -> None:
         """Give a closing connection `idle_s` to deliver its last bytes."""
@@ -217,9 +208,9 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _serve_ready(self, now: float) -> None:
-        if self._taking:
+        if self._is_serving_ready:
             return
-        self._taking = True
+        self._is_serving_ready = True
         ready = self._reader.ready
         while ready and not self._is_serving() and self.writable and not self._leaving:
             request = ready.popleft()
@@ -228,7 +219,7 @@ class ClientConnection(asyncio.Protocol):
             self._serve(now, request)
             if ready and not self._is_serving():
                 self._wire.outbox.flush()  # updates `writable`
-        self._taking = False
+        self._is_serving_ready = False
         if self._exchange is not None or self._leaving:
             if len(ready) > MAX_AHEAD_REQUESTS:
                 self._pause_reading()
@@ -244,8 +235,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
-        self._waits_for = ParserState.NOTHING  # restarts its deadline
-        came_at = self._arrival.finish(now)
+        self._deadline_state = ParserState.NOTHING  # restarts its deadline
+        came_at = self._upload.finish(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
@@ -271,7 +262,7 @@ class ClientConnection(asyncio.Protocol):
         self.end_response(now, keep_alive=keep_alive)
 
     def _pause_reading(self) -> None:
-        self._waits_for = ParserState.NOTHING  # restarts its deadline
+        self._deadline_state = ParserState.NOTHING  # restarts its deadline
         if not self._reading_paused:
             self._reading_paused = True
             self._wire.unread.add(self)
@@ -300,22 +291,22 @@ class ClientConnection(asyncio.Protocol):
         reader, settings = self._reader, self._wire.settings
         if self._reading_paused:
             self._resume_reading()
-        self._ahead = 0
+        self._ahead_bytes = 0
         if reader.state is ParserState.HEAD:
-            if self._waits_for is not ParserState.HEAD:
+            if self._deadline_state is not ParserState.HEAD:
                 self.deadline = now + settings.client_header_s
         else:
             self.deadline = now + settings.client_idle_s
             if reader.owes_continue():
                 self.write(CONTINUE)
         if reader.state is ParserState.NOTHING:
-            self._arrival.reset()
+            self._upload.reset()
         else:
             in_body = reader.state is ParserState.BODY
-            begins = in_body and self._waits_for is not ParserState.BODY
-            due = self._arrival.due(now, settings, in_body=in_body, body_begins=begins)
+            begins = in_body and self._deadline_state is not ParserState.BODY
+            due = self._upload.due(now, settings, in_body=in_body, body_begins=begins)
             self.deadline = min(self.deadline, due)
-        self._waits_for = reader.state
+        self._deadline_state = reader.state
 
     def _refuse_and_close(self, now: float, refusal: Refusal) -> None:
         """Refuse and close; read on for `linger_s`, as a reset could discard the response."""

@@ -30,18 +30,18 @@ class MetricsRequest:
         self._found: Found | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
-        self._wire.visits.add(self)
+        self._wire.local_requests.add(self)
         openmetrics = OPENMETRICS in self._request.head.special.get(b"accept", b"")
-        self._found = asyncio.ensure_future(self._wire.pages(openmetrics))
+        self._found = asyncio.ensure_future(self._wire.write_metrics(openmetrics))
         self._found.add_done_callback(self._answer)
 
     def _answer(self, found: Found) -> None:
         if found.cancelled():
             return
         error = found.exception()
-        if self not in self._wire.visits:  # the client has left
+        if self not in self._wire.local_requests:  # the client has left
             return
-        self._wire.remove_visit(self)
+        self._wire.remove_local_request(self)
         request = self._request
         keep_alive = request.head.keep_alive and not self._wire.leaving
         if error:
@@ -69,7 +69,7 @@ class MetricsRequest:
     def client_left(self, now: float) -> None:  # noqa: ARG002
         if self._found is not None:
             self._found.cancel()
-        self._wire.remove_visit(self)
+        self._wire.remove_local_request(self)
 
     def end_for_shutdown(self, now: float) -> None:
         self.client_left(now)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class UploadDeadline:
-    """The deadline of an arriving request."""
-
     __slots__ = ("_body_at", "_body_bytes", "_came_at")
 
     def __init__(self) -> None:

@@ -70,11 +70,9 @@ NOT_SUPPORTED = frozenset([501, 505])
 
 
 class Attempt:
-    """A request on its chosen worker."""
-
     __slots__ = (
-        "_error_body", "_exchange", "_head", "_passage", "_wire", "connection", "handover", "lease",
-        "response", "timeout_s",
+        "_error_body", "_exchange", "_fast_path", "_head", "_wire", "connection", "handover",
+        "lease", "response", "timeout_s",
     )  # fmt: skip
 
     def __init__(self, exchange: AttemptOwner, lease: Lease) -> None:
@@ -86,7 +84,7 @@ class Attempt:
         self._wire = exchange.wire
         self._head: ResponseHead | None = None  # held until the first body bytes
         self.response: ResponseWriter | None = None
-        self._passage: StreamFastPath | None = None
+        self._fast_path: StreamFastPath | None = None
         self._error_body: bytes | None = None  # of an error that must be read
 
     @property
@@ -248,11 +246,11 @@ class Attempt:
         return self._read_error(now, self._error_body + body, ended)
 
     def _open_fast_path(self, response: ResponseWriter) -> None:
-        connection, lease, stream = self.connection, self.lease, response.flowing
+        connection, lease, stream = self.connection, self.lease, response.unchanged_stream
         if connection is not None and lease is not None and stream is not None:
-            if self._passage is None:
-                self._passage = fast_path(self._exchange, lease, response, stream)
-            connection.open_fast_path(self._passage)
+            if self._fast_path is None:
+                self._fast_path = fast_path(self._exchange, lease, response, stream)
+            connection.open_fast_path(self._fast_path)
 
     def _retry_held_back(self, now: float, outcome: Outcome) -> bool:
         """Retry after a response that was held back. Return False if no worker is left."""
@@ -306,12 +304,13 @@ class Attempt:
             wire.handle_local_failure(now)
             self._end_with(now, Outcome.MOOT, refusals.router_full())
             return
-        silent = not (self.handover or self._head or self.response)
-        if error is WorkerError.TIMEOUT and silent and _is_only_slow(self.lease, now, connection):
+        lease, response = self.lease, self.response
+        was_sent = connection is not None and connection.is_open
+        silent = was_sent and not (self.handover or self._head or response)
+        if error is WorkerError.TIMEOUT and silent and lease and is_only_slow(lease, now):
             refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
-        response = self.response
         if response is None or not response.has_begun or exchange.rest is not None:
             self._retry_or_refuse(now, error)
             return
@@ -379,10 +378,3 @@ def outcome_of(head: ResponseHead) -> Outcome | None:
     if status == SERVER_ERROR and head.retry_after_s is not None:
         return Outcome.FAILED  # the worker reports a fault of its own
     return OUTCOMES.get(status, Outcome.FAILED)
-
-
-def _is_only_slow(lease: Lease | None, now: float, connection: WorkerConnection | None) -> bool:
-    """Return True if another worker would be as slow."""
-    if lease is None or connection is None or not connection.is_open:
-        return False
-    return is_only_slow(lease, now)

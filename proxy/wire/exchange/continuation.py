@@ -127,7 +127,7 @@ def find_text(exchange: AttemptOwner) -> Output | Obstacle:
         return ()
     if field := why_not_by_text(body, exchange.route.shape):
         return Obstacle(FIELD, field)
-    found = with_text(body, exchange.route.shape, content, record.opening + record.tokens)
+    found = with_text(body, exchange.route.shape, content, record.output_tokens)
     return Obstacle(NO_TOKENS) if found is None else found
 
 
@@ -147,9 +147,8 @@ def find_tokens(
     tokens_of = exchange.wire.router.fleet.roster.stream_tokens
     if tokens_of is None or sent.has_ended or exchange.text_so_far or lease.prefill is not None:
         return Obstacle(NO_TOKENS)
-    if request.head.id and exchange.wire.has_same_id(
-        request
-    ):  # two streams of one name in a journal
+    # Two streams would have one name in a journal.
+    if request.head.id and exchange.wire.has_same_id(request):
         return Obstacle(NO_TOKENS)
     tokens = tokens_of(lease.worker, request.id.decode("latin-1"), since)
     return Obstacle(NO_TOKENS) if tokens is None else tokens
@@ -159,7 +158,7 @@ def may_regenerate(exchange: AttemptOwner, sent: SentText) -> bool:
     """Return whether another worker generates the same text from the beginning, and soon."""
     if sent.is_empty:
         return True
-    is_short = exchange.record.opening + exchange.record.tokens <= MAX_REPEATED_TOKENS
+    is_short = exchange.record.output_tokens <= MAX_REPEATED_TOKENS
     return is_short and is_greedy(exchange.request.body)
 
 
@@ -196,11 +195,6 @@ def continued(exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool
 def needs_journal(output: Output) -> bool:
     """Return whether only our scheduler takes it."""
     return not isinstance(output, TextSoFar) and bool(output)
-
-
-def reset_tried_workers(attempts: Attempts) -> Attempts:
-    """Return the attempts of a stream that has new tokens; its first workers may run again."""
-    return replace(attempts, tried=NO_WORKERS, paused=NO_WORKERS)
 
 
 def not_continued(exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
@@ -246,7 +240,7 @@ def continue_after_failure(
     attempts = continued(exchange, lease.attempts, needs_journal=False)
     if sent.is_empty and not router.may_retry(lease, now, attempts):
         not_continued(exchange, now, Obstacle(NO_WORKER), lease.worker.name)
-        return False  # the request may be at fault: its client gets to know at once
+        return False  # the request may be at fault: the client gets the error at once
     return move_stream(exchange, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
 
@@ -294,7 +288,8 @@ def rest_of(
         exchange.wire.metrics.count_continuation(failed)
         exchange.set_state(ANSWERING)
         if lease is not None:
-            lease.attempts = reset_tried_workers(lease.attempts)
+            # Workers that failed the stream may get it again.
+            lease.attempts = replace(lease.attempts, tried=NO_WORKERS, paused=NO_WORKERS)
             exchange.record.left_workers += (failed,)
             exchange.wire.continuations.log_continued(
                 now,

@@ -56,8 +56,6 @@ NOT_CONTINUED = "not_continued"
 
 
 class Exchange(AttemptOwner):
-    """One request and its response."""
-
     def __init__(
         self,
         wire: WireContext,
@@ -72,8 +70,8 @@ class Exchange(AttemptOwner):
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
         self._reader: LargeBodyReader | None = None
-        self._pending: PendingDecision | None = None
-        self._count: TokenizeRequest | None = None
+        self._pending_decision: PendingDecision | None = None
+        self._tokenize_request: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
         self._attempt: Attempt | None = None
         self._held_bytes = 0  # kept for retries
@@ -103,14 +101,14 @@ class Exchange(AttemptOwner):
         self.info = self.record.info = info
         if info.fields is not None:
             request.body = edit_members(request.body, info.fields, found=info.found_members)
-        self._pending = billing.ask_other_hosts(info, self._admission_decided)
-        if self._pending is None:
+        self._pending_decision = billing.ask_other_hosts(info, self._admission_decided)
+        if self._pending_decision is None:
             self._admit(now, info)
         else:
             self.set_state(LIMITING)
 
     def _admission_decided(self, _: LimitExceeded | None) -> None:
-        self._pending = None
+        self._pending_decision = None
         if self.info is None:
             return
         now = self.wire.clock()
@@ -130,9 +128,9 @@ class Exchange(AttemptOwner):
             self.refuse(now, refusal)
             return
         self.set_state(COUNTING)
-        self._count = wire.make_tokenize_request(now, self._tokens_counted)
+        self._tokenize_request = wire.make_tokenize_request(now, self._tokens_counted)
         pool = wire.pools.pool_for(counter)
-        self._count.ask(now, pool, request.body, pool.authorization or request.head.authorization)
+        self._tokenize_request.ask(now, pool, request.body, request.head.authorization)
 
     def _collect(self, now: float) -> Refusal | None:
         wire, tenant = self.wire, self.request.head.tenant
@@ -148,19 +146,19 @@ class Exchange(AttemptOwner):
         return None
 
     def _tokens_counted(self, now: float, tokens: int | None) -> None:
-        count, info = self._count, self.info
-        if count is None or info is None:
+        request, info = self._tokenize_request, self.info
+        if request is None or info is None:
             return
-        self._count = None
-        self.wire.counting.discard(count)
+        self._tokenize_request = None
+        self.wire.counting.discard(request)
         if tokens is not None:
             self.wire.router.apply_count(info, tokens)
         self._place(now, info)
 
     def _place(self, now: float, info: RequestInfo) -> None:
-        self._go_on(now, self.wire.router.submit(info, now))
+        self._wait_or_run(now, self.wire.router.submit(info, now))
 
-    def _go_on(self, now: float, answer: Lease | Ticket | Refusal) -> None:
+    def _wait_or_run(self, now: float, answer: Lease | Ticket | Refusal) -> None:
         """Wait in the queue, run on a worker, or end."""
         if not isinstance(answer, Ticket):
             self.placement_decided(now, answer)
@@ -214,7 +212,7 @@ class Exchange(AttemptOwner):
         if not isinstance(placed, Refusal):
             wire.metrics.count_retry(worker.name, error.value)
             attempt.drop_connection()
-            self._go_on(now, placed)
+            self._wait_or_run(now, placed)
         wire.dispatch_queued(now)
         return placed if isinstance(placed, Refusal) else None
 
@@ -294,13 +292,13 @@ class Exchange(AttemptOwner):
         wire = self.wire
         if self._reader is not None:
             self._reader.drop()
-        if self._pending is not None:
-            self._pending.drop()
-            self._pending = None
-        if (count := self._count) is not None:
-            self._count = None
-            wire.counting.discard(count)
-            count.drop()
+        if self._pending_decision is not None:
+            self._pending_decision.drop()
+            self._pending_decision = None
+        if (request := self._tokenize_request) is not None:
+            self._tokenize_request = None
+            wire.counting.discard(request)
+            request.drop()
             if self.info is not None:
                 wire.router.leave(self.info, now)
         if (ticket := self._ticket) is not None:

@@ -1,4 +1,4 @@
-"""The base class of an exchange."""
+"""The part of an exchange that attempts use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ MAX_PIECES = 32  # of a stream's text that is not counted yet
 
 
 class AttemptOwner:
-    """The state and methods of an exchange that an attempt uses."""
-
     def __init__(self, wire: WireContext, client: Client, request: Request, route: Route) -> None:
         self.wire = wire
         self.client = client
@@ -42,7 +40,7 @@ class AttemptOwner:
         self.failed_worker = ""  # until the stream goes on
         self.whole_body = b""  # without the output of another worker
         self.text_so_far: TextSoFar | None = None  # from which another worker goes on
-        # A failed hand-over, blamed if the next attempt succeeds.
+        # A failed hand-over; its link is counted as failed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 
     def set_state(self, state: ExchangeState) -> None:

@@ -1,4 +1,4 @@
-"""Actions as a response passes."""
+"""Steps of a response: written, its tokens counted, ended or broken off."""
 
 from __future__ import annotations
 
@@ -161,15 +161,15 @@ def break_off(
 
     After an error event and the end of the framing, the connection can be reused.
     """
-    last_words = response.final_error_event(message, code)
-    exchange.record.sent_bytes += len(last_words or b"")
+    error_event = response.final_error_event(message, code)
+    exchange.record.sent_bytes += len(error_event or b"")
     if refusal is None:
         exchange.close(now, BAD_GATEWAY)
     else:
         exchange.close(now, refusal.status, refusal.reason)
-    if last_words is None:
+    if error_event is None:
         exchange.client.break_off()
     else:
-        exchange.client.write(last_words)
+        exchange.client.write(error_event)
         exchange.client.end_response(now, keep_alive=response.keep_alive)
     exchange.wire.dispatch_queued(now)

@@ -27,25 +27,10 @@ class RequestRecord:
     """The times and the outcome of one request."""
 
     __slots__ = (
-        "_gaps",
-        "decision",
-        "first_token_at",
-        "info",
-        "last_token_at",
-        "left_workers",
-        "number",
-        "opening",
-        "placed_at",
-        "prefilled_at",
-        "prompt",
-        "queue_s",
-        "request",
-        "sent_bytes",
-        "started",
-        "ticks",
-        "tokens",
-        "unread_id",
-    )
+        "_gaps", "decision", "first_token_at", "first_tokens", "info", "last_token_at",
+        "later_tokens", "left_workers", "number", "placed_at", "prefilled_at", "prompt", "queue_s",
+        "request", "sent_bytes", "started", "ticks", "unread_id",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.request: Request | None = None
@@ -61,8 +46,8 @@ class RequestRecord:
         self.number = 0  # on the status page
         self.ticks: list[float] | None = None  # token times since the last status update
         self.first_token_at: float | None = None
-        self.opening = 0  # tokens in the first piece
-        self.tokens = 0  # in later pieces
+        self.first_tokens = 0  # in the first piece
+        self.later_tokens = 0
         self.last_token_at = 0.0
         self.left_workers: tuple[str, ...] = ()  # from which the stream went on elsewhere
         self._gaps: Histogram | None = None
@@ -78,11 +63,14 @@ class RequestRecord:
         return None if self.request is None else self.request.head.tenant
 
     @property
-    def in_the_gaps(self) -> bool:
-        """True if the request has batch priority."""
+    def is_batch(self) -> bool:
         tenant = self.tenant
         of_batch = self.request is not None and self.request.head.batch
         return of_batch or (tenant is not None and tenant.spec.rank is BATCH)
+
+    @property
+    def output_tokens(self) -> int:
+        return self.first_tokens + self.later_tokens
 
     @property
     def trace_id(self) -> str:
@@ -113,11 +101,11 @@ class RequestRecord:
     def record_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
-            self.opening = tokens
+            self.first_tokens = tokens
             if self.decision is not None:
                 self._gaps = metrics.gaps_of(self.decision.worker.role, class_of(self.info))
         else:
-            self.tokens += tokens
+            self.later_tokens += tokens
             if self._gaps is not None:
                 self._gaps.observe(now - self.last_token_at)
         self.last_token_at = now
@@ -158,8 +146,8 @@ class RequestRecord:
             done.stream = info.stream if info.needs_engine else None
         if first_at is not None:
             done.ttft_s = first_at - self.started
-            if first_at and self.tokens:
-                done.tpot_s = (self.last_token_at - first_at) / self.tokens
+            if first_at and self.later_tokens:
+                done.tpot_s = (self.last_token_at - first_at) / self.later_tokens
         if self.decision is not None:
             self._describe_placement(done, self.decision)
 

@@ -39,24 +39,11 @@ ENDS_WITH_DONE = route_names(lambda route: route.ends_with_done)
 
 
 class ResponseWriter:
-    """The response to one request."""
-
     __slots__ = (
-        "_cached",
-        "_chunked",
-        "_head",
-        "_held",
-        "_hides",
-        "_stream",
-        "_tail",
-        "_until_close",
-        "has_begun",
-        "holds_opening",
-        "keep_alive",
-        "output_in_prompt",
-        "status",
+        "_cached_tokens", "_chunked", "_head", "_held", "_hides_usage", "_stream", "_tail",
+        "_until_close", "has_begun", "holds_opening", "keep_alive", "output_in_prompt", "status",
         "tokens",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -78,8 +65,8 @@ class ResponseWriter:
         self._tail: bytes | None = None  # of a JSON body, with the usage
         self._chunked = False
         self._until_close = head.until_close
-        self._cached = cached_tokens  # replaces the worker's count
-        self._hides = hides_usage  # the client asked for none
+        self._cached_tokens = cached_tokens  # replaces the worker's count
+        self._hides_usage = hides_usage  # the client asked for none
         self.holds_opening = False  # until the first output, so that a stream can be retried
         self._held = b""
         self._head = self._compose(request, head, decision)
@@ -101,14 +88,14 @@ class ResponseWriter:
                 body += stream.rest()
             if self.holds_opening:
                 body = self._hold_opening(body, ended)
-            if self._cached is not None:
-                body = replace_cached_tokens(body, self._cached)
+            if self._cached_tokens is not None:
+                body = replace_cached_tokens(body, self._cached_tokens)
             if self.output_in_prompt:
                 body = move_to_output(body, self.output_in_prompt)
-            if self._hides and USAGE in body:
+            if self._hides_usage and USAGE in body:
                 body = remove_usage(body)
-        elif self._cached is not None and self._tail is not None:
-            body = self._hold_json(body, self._cached, ended)
+        elif self._cached_tokens is not None and self._tail is not None:
+            body = self._hold_json(body, self._cached_tokens, ended)
         elif self._tail is not None:
             self._tail = (self._tail + body)[-TAIL:]
         if not self._chunked:
@@ -144,7 +131,7 @@ class ResponseWriter:
                 self._head = CONTENT_LENGTH.sub(length, self._head, 1)
             body = recounted_body
         else:
-            self._cached = None  # too long
+            self._cached_tokens = None  # too long
         self._tail = body[-TAIL:]
         return body
 
@@ -158,7 +145,7 @@ class ResponseWriter:
         return stream.lacks_typed_end
 
     @property
-    def flowing(self) -> EventStream | None:
+    def unchanged_stream(self) -> EventStream | None:
         """The stream, while its chunks can pass unchanged."""
         stream = self._stream
         return stream if stream is not None and self._chunked and stream.can_bypass_feed else None
@@ -186,7 +173,7 @@ class ResponseWriter:
 
     @property
     def changes_usage(self) -> bool:
-        return self._cached is not None or self._hides or self.output_in_prompt > 0
+        return self._cached_tokens is not None or self._hides_usage or self.output_in_prompt > 0
 
     @property
     def is_complete(self) -> bool:

@@ -14,8 +14,6 @@ from enum import Enum
 
 
 class ExchangeState(Enum):
-    """The phase of a request."""
-
     READING = "reading"
     LIMITING = "limiting"  # all hosts together decide its tenant's limits
     COUNTING = "counting"

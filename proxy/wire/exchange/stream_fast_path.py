@@ -37,20 +37,10 @@ def size_line(length: int) -> bytes:
 
 
 class StreamFastPath:
-    """The fast path of one stream."""
-
     __slots__ = (
-        "_count",
-        "_failures",
-        "_keep",
-        "_lease",
-        "_metrics",
-        "_record",
-        "_recounts",
-        "_router",
-        "_tail",
-        "_write",
-    )
+        "_count", "_failures", "_keep", "_lease", "_metrics", "_record", "_recounts", "_router",
+        "_tail", "_write",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.http.headers import JSON
 from proxy.http.response_parser import OK, ResponseHead
+from proxy.wire.worker.request_bytes import post_json
 
 if TYPE_CHECKING:
     from proxy.wire.worker.connection import ConnectionPool, WorkerConnection, WorkerError
@@ -31,9 +31,7 @@ class TokenizeRequest:
         self._answer = b""
 
     def ask(self, now: float, pool: ConnectionPool, body: bytes, authorization: bytes) -> None:
-        start = b"POST /tokenize HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
-        framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
-        pool.send(now, self, (start + framing + body,))
+        pool.send(now, self, post_json(b"/tokenize", pool, authorization, body))
 
     def drop(self) -> None:
         if self.connection is not None:

@@ -18,12 +18,9 @@ MAX_BODY_S = 10.0
 
 
 class PrefillOwner(Protocol):
-    """The owner of a prefill leg."""
-
     connection: WorkerConnection | None
 
-    def prefill_ended(self, now: float, answer: bytes) -> None:
-        """Handle the complete response."""
+    def prefill_ended(self, now: float, answer: bytes) -> None: ...
 
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head of an error."""
@@ -31,13 +28,10 @@ class PrefillOwner(Protocol):
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of an error."""
 
-    def connection_failed(self, now: float, error: WorkerError) -> None:
-        """Handle a failure of the leg."""
+    def connection_failed(self, now: float, error: WorkerError) -> None: ...
 
 
 class PrefillLeg:
-    """One prefill request."""
-
     __slots__ = ("_passes", "_pieces", "_size", "begun_at", "connection", "owner", "timeout_s")
 
     def __init__(self, owner: PrefillOwner, timeout_s: float) -> None:

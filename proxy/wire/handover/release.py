@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.core.model.role import Role
-from proxy.http.headers import JSON
 from proxy.transfer.types import Pair, PrefillResult
+from proxy.wire.worker.request_bytes import post_json
 
 if TYPE_CHECKING:
     from proxy.core.fleet.worker import Worker
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 RELEASED, LEFT_TO_EXPIRE = "released", "left_to_expire"
-# Refusals by code that knows the connector; a 401 precedes that code.
+# Refusals after the connector has the parameters; a 401 comes before.
 RELEASE_STATUSES = frozenset([400, 404])
 RELEASE_TIMEOUT_S, MAX_RELEASE_TRIES = 5.0, 3
 ABANDONED_GRACE_S = 1.0  # for an abandoned prefill that is nearly done
@@ -45,16 +45,14 @@ class BlockRelease:
         self._status = 0
 
     def send(self, now: float, decode: Worker) -> None:
-        wire, body = self._wire, self._body
+        wire = self._wire
         self._tried.append(decode)
         self._status = 0
         self.deadline = now + RELEASE_TIMEOUT_S
         pool = wire.pools.pool_for(decode)
-        authorization = pool.authorization or self._authorization
-        start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, authorization)
-        framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
         wire.releases.add(self)
-        pool.send(now, self, (start + framing + body,))
+        request = post_json(b"/v1/completions", pool, self._authorization, self._body)
+        pool.send(now, self, request)
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
         self._status = head.status
@@ -91,7 +89,7 @@ class BlockRelease:
 
     def _end_release(self, how: str) -> None:
         self._wire.remove_release(self)
-        self._wire.metrics.count_handover_end(how)
+        self._wire.metrics.handovers.count_end(how)
 
 
 class AbandonedPrefill:
@@ -114,13 +112,10 @@ class AbandonedPrefill:
         self._leg.owner = self
 
     def prefill_ended(self, now: float, answer: bytes) -> None:
-        connector = self._wire.connector
-        taken = (
-            PrefillResult()
-            if connector is None
-            else connector.taken(self._pair, parse_fields(answer))
-        )
-        release_blocks(self._wire, now, self._decode, taken, self._authorization)
+        result, connector = PrefillResult(), self._wire.connector
+        if connector is not None:
+            result = connector.valid_result(self._pair, parse_fields(answer))
+        release_blocks(self._wire, now, self._decode, result, self._authorization)
         self._wire.remove_release(self)
 
     def response_begun(self, now: float, head: ResponseHead) -> None:  # noqa: ARG002
@@ -134,7 +129,7 @@ class AbandonedPrefill:
     def connection_failed(self, now: float, error: WorkerError) -> None:  # noqa: ARG002
         """End; a response that had begun leaves blocks to expire."""
         if self._leg.is_answering:
-            self._wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
+            self._wire.metrics.handovers.count_end(LEFT_TO_EXPIRE)
         self._wire.remove_release(self)
 
     def expire(self, now: float) -> None:  # noqa: ARG002
@@ -170,16 +165,16 @@ def release_blocks(
     wire: WireContext,
     now: float,
     decode: Worker,
-    taken: PrefillResult,
+    result: PrefillResult,
     authorization: bytes,
     *,
     healthy: bool = True,
 ) -> None:
     """Free the blocks through this decode worker; if it is not healthy, through another."""
-    body = wire.connector.release(taken) if wire.connector is not None else None
+    body = wire.connector.release(result) if wire.connector is not None else None
     if body is None:
-        if taken.params is not None:
-            wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
+        if result.params is not None:
+            wire.metrics.handovers.count_end(LEFT_TO_EXPIRE)
         return
     block_release = BlockRelease(wire, body, authorization)
     if healthy:

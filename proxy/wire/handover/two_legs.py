@@ -10,7 +10,7 @@ import logging
 import os
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.core.fleet.kv_links import BARRED_S
 from proxy.core.model.types import Outcome
@@ -49,75 +49,53 @@ WORKER_SPECIFIC = frozenset([401, 403, 404, 405])
 
 
 class TwoLegExchange:
-    """The two legs of one request."""
-
     __slots__ = (
-        "_connector",
-        "_early",
-        "_first",
-        "_is_sent",
-        "_lease",
-        "_leg",
-        "_pair",
-        "_refused",
-        "_request",
-        "_taken",
-        "_was_late",
-        "_wire",
-        "is_suspect",
-        "late_at",
-    )
+        "_connector", "_is_sent", "_lease", "_opening", "_pair", "_prefill_leg", "_prefill_worker",
+        "_refused_status", "_request", "_unfetched", "_was_late", "_wire", "is_suspect", "late_at",
+    )  # fmt: skip
 
-    def __init__(self, wire: WireContext, request: Request, lease: Lease, first: Worker) -> None:
+    def __init__(
+        self, wire: WireContext, request: Request, lease: Lease, prefill_worker: Worker
+    ) -> None:
         if wire.connector is None:
             raise RuntimeError("a hand-over needs a connector")
         self._wire, self._connector = wire, wire.connector
         self._request = request
-        self._lease, self._first = lease, first
+        self._lease, self._prefill_worker = lease, prefill_worker
         number = wire.new_id().decode()
         if lease.info.route in IDS:  # stored under this id: make it hard to guess
             number += os.urandom(8).hex()
         self._pair = Pair(
-            wire.pools.pool_for(first).side, wire.pools.pool_for(lease.worker).side, number
+            wire.pools.pool_for(prefill_worker).side, wire.pools.pool_for(lease.worker).side, number
         )
-        self._leg: PrefillLeg | None = None
-        self._taken: PrefillResult | None = None  # until fetched
-        self._early = b""  # opening events
+        self._prefill_leg: PrefillLeg | None = None
+        self._unfetched: PrefillResult | None = None  # its blocks
+        self._opening = b""  # events held back
         self._is_sent = False  # the decode leg
         self.late_at = inf  # then the blocks may be reused
         self._was_late = False
-        self._refused = 0  # status of a refused prefill
+        self._refused_status = 0  # of a refused prefill
         self.is_suspect = False  # `record_failure` applies
 
     # The legs
 
     def prefill(self, now: float, exchange: PrefillOwner, body: bytes) -> None:
         wire, lease, request = self._wire, self._lease, self._request
-        pool = wire.pools.pool_for(self._first)
+        pool = wire.pools.pool_for(self._prefill_worker)
         body = prefill_body(self._connector, self._pair, lease.info, body)
         settings = wire.settings
         within_s = prefill_timeout_s(lease, settings.prefill_s, settings.first_byte_s)
-        leg = self._leg = PrefillLeg(exchange, within_s)
+        leg = self._prefill_leg = PrefillLeg(exchange, within_s)
         pool.send(now, leg, to_worker(request, pool, body, self._id, plain=True))
 
     def decode(self, now: float, exchange: ResponseReceiver, answer: bytes) -> bool:
         """Send the decode leg; False if no healthy worker is left."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
-        leg, self._leg = self._leg, None
+        leg, self._prefill_leg = self._prefill_leg, None
         fields = parse_fields(answer)
-        taken = self._taken = connector.taken(self._pair, fields)
-        holds = taken.params is not None
-        handover = lease.decision.handover
-        learns = handover is not None and handover.cached_tokens > 0
-        bare = connector.needs_params and taken.params is None
-        if bare and handover is not None:
-            handover.tokens = 0  # nothing to transfer
-        wire.metrics.handovers.count_prefill(lease, now, bare=bare)
-        wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
-        if bare:
-            self._count_link_failure(now, None)
-        else:
-            wire.router.placer.links.record_success(self._first, None)
+        result = self._unfetched = connector.valid_result(self._pair, fields)
+        self._end_prefill(now, fields, result)
+        holds = result.params is not None
         # The blocks have been held since the response began.
         spent_s = now - leg.begun_at if holds and leg is not None else 0.0
         may_move = not connector.names_decode
@@ -131,9 +109,23 @@ class TwoLegExchange:
         exchange.timeout_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
-        body = decode_body(connector, self._pair, taken, lease.info, request.body)
+        body = decode_body(connector, self._pair, result, lease.info, request.body)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
         return True
+
+    def _end_prefill(self, now: float, fields: dict[str, Any], result: PrefillResult) -> None:
+        """Release the prefill worker, and count its response."""
+        wire, lease, handover = self._wire, self._lease, self._lease.decision.handover
+        learns = handover is not None and handover.cached_tokens > 0
+        bare = self._connector.needs_params and result.params is None
+        if bare and handover is not None:
+            handover.tokens = 0  # nothing to transfer
+        wire.metrics.handovers.count_prefill(lease, now, bare=bare)
+        wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
+        if bare:
+            self._count_link_failure(now, None)
+        else:
+            wire.router.placer.links.record_success(self._prefill_worker, None)
 
     @property
     def _id(self) -> bytes:
@@ -141,7 +133,7 @@ class TwoLegExchange:
 
     @property
     def is_prefilling(self) -> bool:
-        return self._leg is not None
+        return self._prefill_leg is not None
 
     @property
     def is_free(self) -> bool:
@@ -153,51 +145,51 @@ class TwoLegExchange:
 
     @property
     def prefill_connection(self) -> WorkerConnection | None:
-        return None if self._leg is None else self._leg.connection
+        return None if self._prefill_leg is None else self._prefill_leg.connection
 
     @property
     def is_answering(self) -> bool:
         """True if the prefill leg's response has begun."""
-        return self._leg is not None and self._leg.is_answering
+        return self._prefill_leg is not None and self._prefill_leg.is_answering
 
     # The decode worker's response
 
     @property
     def is_fetch_pending(self) -> bool:
         """True until the blocks are known to be fetched."""
-        return self._taken is not None
+        return self._unfetched is not None
 
     @property
     def cached_tokens(self) -> int | None:
         """The cached tokens for the client's usage."""
-        return None if self._taken is None else self._taken.cached_tokens
+        return None if self._unfetched is None else self._unfetched.cached_tokens
 
     def first_pieces(
         self, body: bytes, ended: bool, connection: WorkerConnection | None
     ) -> bytes | None:
         """Return the first pieces of a response; None until they show a transfer's result."""
-        early = self._early = self._early + body
+        opening = self._opening = self._opening + body
         if (
             not ended
-            and len(early) <= first_token.MAX_OPENING_BYTES
-            and first_token.find_result(early) < 0
+            and len(opening) <= first_token.MAX_OPENING_BYTES
+            and first_token.find_result(opening) < 0
         ):
             if connection is not None:
                 connection.deadline = min(connection.deadline, self.late_at)
             return None
-        self._early = b""
-        return early
+        self._opening = b""
+        return opening
 
     def record_fetched(self) -> None:
-        if self._taken is not None:
-            self._wire.router.placer.links.record_success(self._first, self._lease.worker)
-            self._taken = None
+        if self._unfetched is not None:
+            self._wire.router.placer.links.record_success(self._prefill_worker, self._lease.worker)
+            self._unfetched = None
 
     # Failures
 
     def handle_refused_prefill(self, now: float, status: int) -> None:
         """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
-        self._refused = status
+        self._refused_status = status
         router, lease = self._wire.router, self._lease
         is_first = not lease.attempts.tried
         if not (
@@ -209,17 +201,17 @@ class TwoLegExchange:
         self, now: float, outcome: Outcome, error: WorkerError
     ) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
-        lease, first, was_sent = self._lease, self._first, self._is_sent
+        lease, first, was_sent = self._lease, self._prefill_worker, self._is_sent
         if self.is_answering:  # the missing part would locate the held blocks
-            self._wire.metrics.count_handover_end(LEFT_TO_EXPIRE)
-        self._leg = None
+            self._wire.metrics.handovers.count_end(LEFT_TO_EXPIRE)
+        self._prefill_leg = None
         late = error is WorkerError.TIMEOUT and now >= self.late_at
         if late:
-            self._wire.metrics.count_handover_end("late_failed")
+            self._wire.metrics.handovers.count_end("late_failed")
         else:
-            self._wire.metrics.count_failed_handover(lease, wrequest_infoed=was_sent)
-        if self._taken is None:
-            self.is_suspect = bool(self._refused)
+            self._wire.metrics.count_failed_handover(lease, sent_to_decode=was_sent)
+        if self._unfetched is None:
+            self.is_suspect = bool(self._refused_status)
             return lease.running_leg.worker, outcome
         healthy = error is WorkerError.STATUS if was_sent else is_healthy(lease)
         self.release_unfetched(now, healthy=healthy)
@@ -239,20 +231,20 @@ class TwoLegExchange:
 
     def record_failure(self, now: float) -> None:
         """Count the failure, after the request succeeded elsewhere."""
-        self._count_link_failure(now, None if self._refused else self._lease.worker)
+        self._count_link_failure(now, None if self._refused_status else self._lease.worker)
 
     def _count_link_failure(self, now: float, second: Worker | None) -> None:
         """Count a failure of the link; without `second`, of the prefill worker."""
-        first, wire = self._first, self._wire
+        first, wire = self._prefill_worker, self._wire
         if not wire.router.placer.links.record_failure(first, second, now):
             return
         wire.metrics.handovers.count_barred(first.name, second.name if second is not None else ANY)
-        if self._refused:
+        if self._refused_status:
             logger.warning(
                 "%s refuses prefills that other workers serve, the last with status %d; it gets no "
                 "prefills for %g s. Check its key, adapters and flags.",
                 first.name,
-                self._refused,
+                self._refused_status,
                 BARRED_S,
             )
         elif second is None:
@@ -273,9 +265,9 @@ class TwoLegExchange:
 
     def stop(self, now: float, connection: WorkerConnection | None) -> None:
         """Stop both legs; the connection is the decode leg's."""
-        if self._leg is not None:
-            self._abandon(now, self._leg)
-            self._leg = None
+        if self._prefill_leg is not None:
+            self._abandon(now, self._prefill_leg)
+            self._prefill_leg = None
         if connection is not None:
             sent, healthy = connection.has_sent, connection.is_open
             connection.drop()
@@ -291,19 +283,19 @@ class TwoLegExchange:
         """Cancel the prefill, or await a nearly complete one to release its blocks."""
         if leg.is_answering or (leg.is_sent and is_nearly_done(self._lease, now)):
             authorization = self._request.head.authorization
-            AbandonedPrefill(self._wire, self._pair, self._lease.worker, authorization, leg).adopt(
-                now
-            )
+            decode = self._lease.worker
+            abandoned = AbandonedPrefill(self._wire, self._pair, decode, authorization, leg)
+            abandoned.adopt(now)
         else:
             leg.drop()
 
     def release_unfetched(self, now: float, *, healthy: bool) -> None:
         """Release blocks that may not have been fetched."""
-        taken, self._taken = self._taken, None
-        if taken is not None:
+        result, self._unfetched = self._unfetched, None
+        if result is not None:
             authorization = self._request.head.authorization
             release_blocks(
-                self._wire, now, self._lease.worker, taken, authorization, healthy=healthy
+                self._wire, now, self._lease.worker, result, authorization, healthy=healthy
             )
 
 

@@ -59,8 +59,7 @@ class ResponseReceiver(Protocol):
     connection: WorkerConnection | None
     timeout_s: float  # until the response begins
 
-    def response_begun(self, now: float, head: ResponseHead) -> None:
-        """Handle the head."""
+    def response_begun(self, now: float, head: ResponseHead) -> None: ...
 
     def body_received(self, now: float, body: bytes, ended: bool) -> None:
         """Handle a piece of the body; may be empty."""
@@ -68,8 +67,7 @@ class ResponseReceiver(Protocol):
     def extra_wait_s(self, now: float) -> float:
         """Return the extra seconds to wait after `timeout_s`."""
 
-    def connection_failed(self, now: float, error: WorkerError) -> None:
-        """Handle a failed connection."""
+    def connection_failed(self, now: float, error: WorkerError) -> None: ...
 
 
 class ConnectionPool:
@@ -148,18 +146,9 @@ class WorkerConnection(asyncio.Protocol):
     """One connection to a worker, perhaps not open yet."""
 
     __slots__ = (
-        "_begun",
-        "_paused",
-        "_pool",
-        "_reader",
-        "_request",
-        "_transport",
-        "_used",
-        "caller",
-        "deadline",
-        "fast_path",
-        "opening",
-    )
+        "_begun", "_paused", "_pool", "_reader", "_request", "_transport", "_used", "caller",
+        "deadline", "fast_path", "opening",
+    )  # fmt: skip
 
     def __init__(self, pool: ConnectionPool) -> None:
         self.caller: ResponseReceiver | None = None

@@ -20,8 +20,6 @@ def connection_key(spec: WorkerSpec) -> tuple[object, ...]:
 
 
 class ConnectionPools:
-    """The pools of all workers."""
-
     def __init__(
         self, settings: WireSettings, clock: Callable[[], float], outbox: WriteBatch
     ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from proxy.http.headers import JSON
+
 if TYPE_CHECKING:
     from proxy.http.request import Request
     from proxy.wire.worker.connection import ConnectionPool
@@ -16,6 +18,16 @@ MAX_JOINED_BYTES = 1 << 16
 # A proxy in front of a worker may compress responses.
 ACCEPT_ENCODING = re.compile(rb"^accept-encoding:[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 IDENTITY_ENCODING = b"Accept-Encoding: identity\r\n"
+
+
+def post_json(
+    path: bytes, pool: ConnectionPool, authorization: bytes, body: bytes
+) -> tuple[bytes, ...]:
+    """Return a request of the router's own; the worker's key replaces the client's."""
+    key = pool.authorization or authorization
+    start = b"POST %b HTTP/1.1\r\nHost: %b%b" % (path, pool.host, key)
+    framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
+    return (start + framing + body,)
 
 
 def to_worker(

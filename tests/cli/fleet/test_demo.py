@@ -21,7 +21,7 @@ from vllm_sched.bench.compare.workloads import build
 from vllm_sched.cli.fleet import demo
 from vllm_sched.cli.fleet.up import assign_ports
 from vllm_sched.errors import UsageError
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 
 ROOT = Path(__file__).parents[3]
 FLEET = ROOT / "deploy/fleets/cpu-demo.yaml"
@@ -33,7 +33,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that a CPU build of vLLM with NIXL is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     monkeypatch.setattr(demo, "on_cpu", lambda: True)
-    monkeypatch.setattr(transfer, "_factory_source", lambda: '"NixlConnector"')
+    monkeypatch.setattr(connectors, "_factory_source", lambda: '"NixlConnector"')
 
 
 def test_watch_hints_name_commands_and_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_fleet_without_launch_or_connector_is_refused(
     source = tmp_path / "fleet.yaml"
     source.write_text("model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n")
     assert "workers[0].launch: is missing" in program.refusal("demo", source)
-    monkeypatch.setattr(transfer, "_factory_source", lambda: '"ExampleConnector"')
+    monkeypatch.setattr(connectors, "_factory_source", lambda: '"ExampleConnector"')
     assert "has no NixlConnector" in program.refusal("demo", FLEET)
 
 

@@ -19,7 +19,7 @@ from tests.cli.fleet.test_transfer_checks import (
 )
 from vllm_sched.cli.fleet import fleet
 from vllm_sched.cli.fleet.transfer_checks import missing_connector
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -45,7 +45,7 @@ def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
     assert made["kv_load_failure_policy"] == "recompute"
     nixl, tier = made["kv_connector_extra_config"]["connectors"]
     assert (nixl["kv_connector"], nixl["kv_role"]) == ("NixlConnector", "kv_producer")
-    assert nixl["kv_connector_extra_config"]["kv_lease_duration"] == transfer.DEFAULT_LEASE_S
+    assert nixl["kv_connector_extra_config"]["kv_lease_duration"] == connectors.DEFAULT_LEASE_S
     assert tier == TIER | {"kv_connector_extra_config": {"cpu_bytes_to_use": 20 * 2**30}}
     assert alone[alone.index("--kv-offloading-size") + 1] == "0.5"
 
@@ -93,7 +93,7 @@ def test_what_cannot_work_is_refused(
 
 def test_own_configuration_with_both_connectors_is_accepted(tmp_path: Path) -> None:
     fleet.read(written(tmp_path, entry("prefill", several(NIXL, TIER)), DECODE))
-    assert not transfer.connector_parts({"kv_connector": "MultiConnector"})
+    assert not connectors.connector_parts({"kv_connector": "MultiConnector"})
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

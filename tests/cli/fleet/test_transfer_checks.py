@@ -14,8 +14,8 @@ from proxy.errors import ConfigError
 from proxy.setup.settings import specs
 from tests.cli.program import Program
 from vllm_sched.cli.fleet import fleet, up, wiring
-from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.transfer import BOOTSTRAP_PORT, LAYOUT, SIDE_PORT
+from vllm_sched.workers import connectors, launch
+from vllm_sched.workers.connectors import BOOTSTRAP_PORT, LAYOUT, SIDE_PORT
 
 Entry = dict[str, Any]
 
@@ -24,8 +24,8 @@ Entry = dict[str, Any]
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that a CPU build with NIXL is installed."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
-    monkeypatch.setattr(transfer, "_factory_source", lambda: '"NixlConnector" "ExampleConnector"')
-    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
+    monkeypatch.setattr(connectors, "_factory_source", lambda: '"NixlConnector" "ExampleConnector"')
+    monkeypatch.setattr(connectors, "_importable", lambda package: package == "nixl")
 
 
 def entry(role: str, *args: str, **options: Any) -> Entry:
@@ -388,7 +388,7 @@ def test_missing_connector_is_refused_before_any_start(
     tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch, name: str, found: str,
     message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(transfer, name, lambda *_: found)
+    monkeypatch.setattr(connectors, name, lambda *_: found)
     line = program.refusal("up", written(tmp_path, PREFILL, DECODE))
     assert f"transfer: 'nixl': {message}" in line
     assert "choose from shared-storage" in line
@@ -402,8 +402,8 @@ def test_missing_package_of_a_listed_connector_is_refused(
     """The flag may come from `up` or from the fleet file."""
     pytest.importorskip("vllm")
     monkeypatch.undo()
-    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
-    args = [own(transfer.connector_class(connector), engine_id="p")] if in_file else []
+    monkeypatch.setattr(connectors, "_importable", lambda package: package == "nixl")
+    args = [own(connectors.connector_class(connector), engine_id="p")] if in_file else []
     env = {"LMCACHE_CONFIG_FILE": "/lmcache.yaml"}
     ends = entry("prefill", *args, env=env), entry("decode", *args, env=env)
     line = program.refusal("up", written(tmp_path, *ends, transfer=connector))

@@ -22,7 +22,7 @@ from tests.cli.program import Program
 from tests.workers.servers import assert_gone, eventually
 from vllm_sched.cli.fleet import up
 from vllm_sched.cli.main import main
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 from vllm_sched.workers.launch import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ ENV = {"PYTHONPATH": str(ROOT)}
 # `vllm-sched` with the cheap server as worker.
 CHEAP = f"""
 import sys
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 launch.SERVER_MODULE, launch.on_cpu = {SERVER!r}, lambda: True
 from vllm_sched.cli.main import main
 sys.exit(main())
@@ -151,7 +151,7 @@ def test_interrupt_before_the_router_handles_signals_exits_with_130(
 def test_wiring_of_transfer_workers_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Program
 ) -> None:
-    monkeypatch.setattr(transfer, "_factory_source", lambda: '"NixlConnector"')
+    monkeypatch.setattr(connectors, "_factory_source", lambda: '"NixlConnector"')
     run_instead_of_router(monkeypatch, lambda _: 0)
     ends = launched("p", role="prefill"), launched("d", role="decode")
     printed = program("up", written(tmp_path, *ends, transfer="nixl")).err

@@ -10,8 +10,8 @@ import pytest
 
 from proxy.config import TransferConfig, WorkerConfig
 from vllm_sched.cli.fleet.wiring import Wiring, transfer_wiring
-from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.transfer import SIDE_HOST, SIDE_PORT
+from vllm_sched.workers import connectors, launch
+from vllm_sched.workers.connectors import SIDE_HOST, SIDE_PORT
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
     text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
-    monkeypatch.setattr(transfer, "_factory_source", lambda: text)
-    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
+    monkeypatch.setattr(connectors, "_factory_source", lambda: text)
+    monkeypatch.setattr(connectors, "_importable", lambda package: package == "nixl")
 
 
 def wiring(connector: str, role: str, *, url: str | None = None, **settings: Any) -> Wiring:
@@ -59,7 +59,7 @@ def test_nixl_workers_on_a_cpu() -> None:
         assert config["kv_load_failure_policy"] == "recompute"
         assert config["kv_connector_module_path"] == "vllm_sched.engine.nixl"
         assert config["kv_connector_extra_config"] == {
-            "kv_lease_duration": transfer.DEFAULT_LEASE_S
+            "kv_lease_duration": connectors.DEFAULT_LEASE_S
         }
         assert value(made, "--block-size") == "128"
         assert "--enable-prompt-tokens-details" in made.flags
@@ -74,8 +74,8 @@ def test_push_mode_uses_its_own_connector_class() -> None:
 
 def test_lease_outlives_three_missed_heartbeats() -> None:
     # vLLM sends a heartbeat every sixth of the lease, and each adds two thirds of it.
-    assert transfer.DEFAULT_LEASE_S // 6 >= 1
-    assert transfer.DEFAULT_LEASE_S * 2 // 3 > 3 * (transfer.DEFAULT_LEASE_S // 6)
+    assert connectors.DEFAULT_LEASE_S // 6 >= 1
+    assert connectors.DEFAULT_LEASE_S * 2 // 3 > 3 * (connectors.DEFAULT_LEASE_S // 6)
 
 
 def test_gpu_worker_leaves_block_size_and_buffer_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,15 +84,15 @@ def test_gpu_worker_leaves_block_size_and_buffer_to_vllm(monkeypatch: pytest.Mon
     assert "--block-size" not in made.flags
     assert config_of(made).keys().isdisjoint({"kv_buffer_device", "kv_connector_module_path"})
     bound = config_of(wiring("nixl", "prefill", cpus=[0]))
-    assert bound["kv_connector_module_path"] == transfer.NIXL_MODULE
+    assert bound["kv_connector_module_path"] == connectors.NIXL_MODULE
 
 
 def test_missing_key_of_an_own_configuration_is_reported() -> None:
     own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"%s}'
     bare = wiring("nixl", "prefill", args=["--kv-transfer-config", own % ""])
-    assert f'set "kv_connector_module_path": "{transfer.NIXL_MODULE}"' in bare.summary
+    assert f'set "kv_connector_module_path": "{connectors.NIXL_MODULE}"' in bare.summary
     assert bare.summary.endswith("blocks of 128")
-    whole = own % f', "kv_connector_module_path": "{transfer.NIXL_MODULE}"'
+    whole = own % f', "kv_connector_module_path": "{connectors.NIXL_MODULE}"'
     description = wiring("nixl", "prefill", args=["--kv-transfer-config", whole]).summary
     assert description == "--kv-transfer-config as given, blocks of 128"
 
@@ -117,7 +117,7 @@ def test_users_config_file_wins(tmp_path: Path) -> None:
     assert value(made, "--block-size") == "64"
     assert "--kv-transfer-config" not in made.flags
     own = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    assert transfer.user_config(args) == own
+    assert connectors.user_config(args) == own
 
 
 def test_connectors_with_an_address() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.cli.program import Program
 from vllm_sched.cli.model import threshold
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.profiles import find
-from vllm_sched.cost.regime import Regime
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
 
@@ -91,7 +91,7 @@ def test_run_threshold_matches_the_policys_max_delay(regimes: Callable[..., Regi
     # The policy waits for departures during half of the longest hold.
     longest = regimes(*slow, "--max-delay-ms", "60000")["separate prefills"]
     assert 1 < run < longest["run"]
-    regime = Regime(**longest["regime"])
+    regime = BacklogModel(**longest["regime"])
     assert regime.hold_seconds(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
     assert regime.hold_seconds(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
     assert regimes(*slow, "--max-delay-ms", "0")["separate prefills"]["run"] == 1

@@ -49,7 +49,7 @@ class FakeRules:
     def open_adapters(self) -> None:
         return None
 
-    def compiles_grammar(self, _: Request) -> bool:
+    def awaits_grammar(self, _: Request) -> bool:
         return False
 
     def blocks_read(self) -> int:
@@ -330,7 +330,7 @@ def test_held_request_counts_for_all_policies_except_the_holding_one() -> None:
 
     def held() -> tuple[int, int, int]:
         first, second = queue.lane_counts.by_policy
-        return first["short"].held, first["long"].held, second[""].held
+        return first["short"].num_held, first["long"].num_held, second[""].num_held
 
     queue.lane_counts.record_gate(("long", ""), 0)
     queue.begin_step(1.0)
@@ -342,7 +342,7 @@ def test_held_request_counts_for_all_policies_except_the_holding_one() -> None:
     queue.lane_counts.record_gate(("short", ""), None)
     queue.begin_step(2.0)
     assert held() == (0, 2, 0)
-    assert queue.lane_counts.by_policy[0]["long"].admissible == 0
+    assert queue.lane_counts.by_policy[0]["long"].num_admissible == 0
     queue.begin_step(3.0)  # no gate was asked
     assert held() == (0, 0, 0)
 
@@ -355,25 +355,25 @@ def test_blocked_request_does_not_count_as_admissible() -> None:
     queue.end_step()
     queue.begin_step(1.0)
     count = queue.lane_counts.by_policy[0]["short"]
-    assert (count.requests, count.barred, count.admissible) == (2, 1, 1)
+    assert (count.requests, count.num_barred, count.num_admissible) == (2, 1, 1)
     # It can begin, but a policy gave it no tokens.
     assert queue.peek_request() is away
     queue.stop_scan()
     queue.end_step()
     queue.begin_step(1.5)
-    assert (count.requests, count.barred, count.admissible) == (2, 0, 2)
+    assert (count.requests, count.num_barred, count.num_admissible) == (2, 0, 2)
     assert queue.pop_request() is away
     queue.prepend_request(away)
     queue.end_step()
     # A blocked request held by a policy counts only as held.
     queue.lane_counts.record_gate(("short",), 1)
     queue.begin_step(2.0)
-    assert (count.held, count.barred, count.admissible) == (2, 0, 0)
+    assert (count.num_held, count.num_barred, count.num_admissible) == (2, 0, 0)
     for step in range(3, 12):
         queue.begin_step(float(step))
         queue.end_step()
     queue.begin_step(12.0)
-    assert (count.barred, count.admissible) == (0, 2)
+    assert (count.num_barred, count.num_admissible) == (0, 2)
 
 
 def test_skipped_requests_behind_a_closed_gate_take_no_turns_of_others() -> None:

@@ -160,7 +160,7 @@ async def begin_download(harness: BatchHarness) -> Client:
 
 async def test_large_download_waits_for_a_slow_reader(harness: BatchHarness) -> None:
     client = await begin_download(harness)
-    [download] = harness.site.wire.visits
+    [download] = harness.site.wire.local_requests
     await eventually(lambda: not download._writable.is_set())  # type: ignore[attr-defined]
     size = 0
     while size < DOWNLOAD_BYTES:
@@ -172,7 +172,7 @@ async def test_large_download_waits_for_a_slow_reader(harness: BatchHarness) -> 
 
 async def test_client_that_leaves_a_download_is_forgotten(harness: BatchHarness) -> None:
     (await begin_download(harness)).close()
-    await eventually(lambda: not harness.site.wire.visits)
+    await eventually(lambda: not harness.site.wire.local_requests)
 
 
 async def test_drain_ends_downloads(harness: BatchHarness) -> None:
@@ -214,7 +214,7 @@ async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
         assert 60_000 < collecting.held < 61_000
         data = request(b"x" * 30_000, path="/v1/files", method="GET")
         listing = asyncio.create_task(site.ask(data, within=30))
-        await eventually(lambda: len(site.wire.visits) == 2)
+        await eventually(lambda: len(site.wire.local_requests) == 2)
         assert collecting.held < 61_000, "an unused body is not held"
     assert [(await first).status, (await listing).status] == [200, 200]
     assert collecting.held == 0

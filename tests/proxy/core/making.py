@@ -81,11 +81,11 @@ class BreakerRecorder:
     def breaker_closed(self, worker: Worker) -> None:
         self.events.append(("is back", worker.name))
 
-    def panic_started(self, key: Key, live: int, out: int, now: float) -> None:  # noqa: ARG002
-        self.events.append(("panics", key, live, out))
+    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:  # noqa: ARG002
+        self.events.append(("panics", key, live, failed))
 
-    def panic_ended(self, key: Key, live: int, out: int) -> None:
-        self.events.append(("heeds", key, live, out))
+    def panic_ended(self, key: Key, live: int, failed: int) -> None:
+        self.events.append(("heeds", key, live, failed))
 
     def worker_removed(self, worker: Worker) -> None:
         """Ignore the event."""
@@ -230,7 +230,7 @@ def idle(workers: Iterable[Worker]) -> bool:
                 w.kv_coming,
                 w.running_prefixes.tokens,
                 w.running_prefixes.saved,
-                w.decoding,
+                w.num_decoding,
             )
         )
         for w in workers

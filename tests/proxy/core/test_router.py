@@ -323,7 +323,7 @@ def test_only_the_success_of_a_trial_closes_a_breaker() -> None:
     assert not worker.breaker.closed
     serve(router, make_info(stream=False), 61.0)
     assert worker.breaker.closed
-    assert router.fleet.roster.ejections.resting == set()
+    assert router.fleet.roster.ejections.ejected == set()
 
 
 def test_abandoned_trial_allows_another_trial() -> None:

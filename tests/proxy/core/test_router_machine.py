@@ -401,8 +401,10 @@ class RouterMachine(RuleBasedStateMachine):
             )
             assert worker.kv_coming == sum(lease.kv_coming for lease in charged)
             assert worker.sequences == sum(lease.info.samples for lease in charged if lease.sent)
-            assert worker.decoding <= sum(lease.info.samples for lease in charged)
-            assert worker.shut == (worker.is_full or worker.is_barred), "the flag that pools read"
+            assert worker.num_decoding <= sum(lease.info.samples for lease in charged)
+            assert worker.unavailable == (worker.is_full or worker.is_barred), (
+                "the flag that pools read"
+            )
 
     @invariant()
     def released_lease_has_released_its_prefill(self) -> None:
@@ -412,7 +414,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def resting_workers_have_open_breakers(self) -> None:
-        assert self.fleet.roster.ejections.resting == {
+        assert self.fleet.roster.ejections.ejected == {
             w for w in self.fleet.roster if not w.breaker.closed
         }
 

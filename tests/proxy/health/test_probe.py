@@ -276,7 +276,7 @@ async def test_streaming_worker_stays_up_on_probe_timeout(probed: ProbedWorker) 
     probed.fake.always(scripts.stall, HEALTH)
     probed.prober.settings = ProbeConfig(timeout_s=0.05)
     for _ in range(4):
-        probed.worker.written += 1
+        probed.worker.total_written += 1
         assert await probed.probe_times(1) == [True]
     assert await probed.probe_times(3) == [True, True, False]
     assert probed.worker.not_served_because == "GET /health: no response in time"

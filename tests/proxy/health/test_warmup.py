@@ -217,7 +217,7 @@ async def test_other_response_to_the_first_leg_keeps_the_link_cold(
 async def test_doubt_of_the_connector_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Nixl, "doubt", lambda *_: "reports an impossible value")
+    monkeypatch.setattr(Nixl, "warning", lambda *_: "reports an impossible value")
     async with start_site() as site:
         async with site.running():
             await eventually(lambda: site.are_warm(("p0", "d0")))

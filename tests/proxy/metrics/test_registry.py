@@ -479,7 +479,7 @@ async def test_writing_a_page_yields_to_the_loop(metrics: Metrics, router: Route
             count_request(metrics, worker=f"new-{turns}", model="late", size=LONG, placed_s=0.0)
             metrics.gaps_of(f"pool-{turns}", SHORT).observe(0.01)
             metrics.count_retry("s0", str(turns))
-            metrics.count_handover_end(str(turns))
+            metrics.handovers.count_end(str(turns))
             router.placer.decisions["tiny", Reason(list(Reason)[turns % len(Reason)])] = 1
             await asyncio.sleep(0)
 

@@ -51,7 +51,7 @@ class TenantLoad:
             group.now = start + step / 1000
             if step % PUBLISH_STEPS == 0:
                 group.exchange_once()
-            group.sharings[step % len(group.sharings)].read_remote_charges(group.now)
+            group.shared_loads[step % len(group.shared_loads)].read_remote_charges(group.now)
             for (index, name), wanted in self.waiting.items():
                 while self.tenant(index, name).waiting < wanted:
                     self.add_request(index, name)

@@ -34,10 +34,12 @@ class Process:
         self.fleet = Fleet(clock=lambda: self.now)
         self.router = Router(RouterSettings(), self.fleet)
         self.callbacks: list[Callable[[], None]] = []
-        self.sharing = SharedLoad(table, index, self.fleet, lambda: self.now, self.callbacks.append)
-        self.fleet.roster.remote_load = self.sharing
+        self.shared_load = SharedLoad(
+            table, index, self.fleet, lambda: self.now, self.callbacks.append
+        )
+        self.fleet.roster.remote_load = self.shared_load
         discovery = Discovery(self.fleet.roster, CONFIG, {}, worker_spec)
-        self.replica = FleetReplica(self.router, discovery, self.sharing, lambda: self.now)
+        self.replica = FleetReplica(self.router, discovery, self.shared_load, lambda: self.now)
 
     def up(self, name: str) -> Worker:
         """Add a worker with a good probe."""
@@ -80,7 +82,7 @@ def test_added_changed_and_removed_workers_are_replicated(pair: tuple[Process, P
     assert other.names == {"a", "b"}
     a = other.worker("a")
     assert (a.up, other.worker("b").up) == (True, False)
-    assert other.sharing.row(other.worker("b")) == leader.sharing.row(leader.worker("b"))
+    assert other.shared_load.row(other.worker("b")) == leader.shared_load.row(leader.worker("b"))
     leader.fleet.health.probe_ok("b", 2.0)
     leader.fleet.roster.drain("a")
     leader.fleet.roster.set_served("b", ("m", "adapter"), 4096, {"adapter": ("/a", "m")})
@@ -138,12 +140,12 @@ def test_new_worker_with_an_old_name_is_a_new_worker(pair: tuple[Process, Proces
     send_changes(leader, other)
     after = other.worker("a")
     assert after is not before
-    assert other.sharing.row(after) == leader.sharing.row(leader.worker("a")) == 1
+    assert other.shared_load.row(after) == leader.shared_load.row(leader.worker("a")) == 1
     assert after.requests == 3, "its running requests stay"
     for callback in other.callbacks:
         callback()
     leader.now += 1.0
-    leader.sharing.read_remote_charges(leader.now)
+    leader.shared_load.read_remote_charges(leader.now)
     assert leader.worker("a").requests == 3
 
 
@@ -160,7 +162,7 @@ def test_simultaneous_changes_are_one_version(pair: tuple[Process, Process]) -> 
         worker.spec for worker in leader.fleet.roster
     ]
     for worker in leader.fleet.roster:
-        assert other.sharing.row(other.worker(worker.name)) == leader.sharing.row(worker)
+        assert other.shared_load.row(other.worker(worker.name)) == leader.shared_load.row(worker)
 
 
 def test_late_process_gets_all_workers(pair: tuple[Process, Process]) -> None:
@@ -195,7 +197,7 @@ def test_new_leader_continues(pair: tuple[Process, Process]) -> None:
     for name in "ab":
         leader.up(name)
     send_changes(leader, other)
-    rows = {name: other.sharing.row(other.worker(name)) for name in "ab"}
+    rows = {name: other.shared_load.row(other.worker(name)) for name in "ab"}
     other.replica.lead()
     assert not {"a", "b"} - other.names
     other.up("c")
@@ -203,7 +205,7 @@ def test_new_leader_continues(pair: tuple[Process, Process]) -> None:
     assert changes is not None
     assert {known.spec.name: known.row for known in changes.known} == {**rows, "c": 2}
     leader.replica.apply(changes)  # as a new process would
-    assert leader.sharing.row(leader.worker("c")) == 2
+    assert leader.shared_load.row(leader.worker("c")) == 2
 
 
 def test_warm_links_are_replicated(pair: tuple[Process, Process]) -> None:
@@ -239,4 +241,4 @@ def test_more_workers_than_rows_are_logged(
         assert not send_changes(leader, other)
     assert caplog.text.count("are not shared") == 1
     assert other.names == {"a"}
-    assert other.sharing.row(other.worker("a")) is None
+    assert other.shared_load.row(other.worker("a")) is None

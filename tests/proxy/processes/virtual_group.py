@@ -40,7 +40,7 @@ class VirtualGroup:
         self.tenants: list[TenantSpec] = []
         self.routers = [router_of(*specs, **settings) for _ in range(size)]
         self.queues: list[SharedQueues] = [None] * size  # type: ignore[list-item]
-        self.sharings = [self.join(i) for i in range(size)]
+        self.shared_loads = [self.join(i) for i in range(size)]
 
     def make_tables(self, size: int) -> list[SharedTable]:
         return [SharedTable.make(size)]
@@ -67,19 +67,19 @@ class VirtualGroup:
     def join(self, index: int) -> SharedLoad:
         router = self.routers[index]
         self.lives += 1
-        sharing, self.queues[index] = share_router(
+        shared_load, self.queues[index] = share_router(
             router, *self.place_of(index), self.clock, self.run_later, life=self.lives
         )
         for row, worker in enumerate(router.fleet.roster):
-            sharing.share_worker(worker, row, 0.0)
-        return sharing
+            shared_load.share_worker(worker, row, 0.0)
+        return shared_load
 
     def restart(self, index: int) -> None:
         """Replace a process as after a crash."""
         self.crash(index)
         router = self.routers[index] = router_of(*self.specs, **self.settings)
         router.tenants.replace(self.tenants, {})
-        self.sharings[index] = self.join(index)
+        self.shared_loads[index] = self.join(index)
 
     def exchange_once(self) -> bool:
         """Let each host send a message; return whether one had something to send."""
@@ -95,8 +95,8 @@ class VirtualGroup:
     def read_all(self, *, after_s: float = 0.0) -> None:
         """Let every process read the table, after some time."""
         self.now += after_s
-        for sharing in self.sharings:
-            sharing.read_remote_charges(self.now)
+        for shared_load in self.shared_loads:
+            shared_load.read_remote_charges(self.now)
 
     def set_tenants(self, *specs: TenantSpec) -> None:
         """Give all processes these tenants, as a reload does."""
@@ -138,9 +138,9 @@ class HostGroup(VirtualGroup):
         return self.tables[index], 0
 
     def join(self, index: int) -> SharedLoad:
-        sharing = super().join(index)
-        sharing.peers.settle_s = 0.0  # messages of all arrive together
-        return sharing
+        shared_load = super().join(index)
+        shared_load.peers.settle_s = 0.0  # messages of all arrive together
+        return shared_load
 
     def crash(self, index: int) -> None:
         super().crash(index)
@@ -194,9 +194,9 @@ class AloneGroup(VirtualGroup):
         super().__init__(1, *specs, **settings)
         self.routers *= size
         self.queues *= size
-        self.sharings *= size
+        self.shared_loads *= size
 
     def join(self, index: int) -> SharedLoad:
-        sharing, router = super().join(index), self.routers[index]
+        shared_load, router = super().join(index), self.routers[index]
         router.fleet.roster.remote_load = router.queue.remote_queues = None
-        return sharing
+        return shared_load

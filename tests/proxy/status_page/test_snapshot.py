@@ -74,7 +74,7 @@ def test_state_has_all_sections() -> None:
     state.copy(100.0)
     metrics.count_request(served("m", "s0", Reason.SHORT_POOL, "short"))
     metrics.gaps_of("short", "long").observe(0.02)
-    metrics.count_handover_end("prefilled")
+    metrics.handovers.count_end("prefilled")
     metrics.count_retry("s0", "status")
     router.placer.decisions["m", Reason.SHORT_POOL] = 5
     router.placer.decisions["m", Reason.LONG_POOL] = 1

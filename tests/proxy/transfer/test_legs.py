@@ -158,15 +158,15 @@ def test_known_member_names_change_neither_leg(connector: str, route: str, more:
     body = ("{" + more + '"x":"max_tokens","messages":[{"content":"stream"}]}').encode()
     transfer, info = make(connector), make_info(100)
     info.route, info.has_min_tokens = route, "min_tokens" in more
-    taken = PrefillResult(b'{"c":3}')
+    result = PrefillResult(b'{"c":3}')
     without_names = (
         prefill_body(transfer, PAIR, info, body),
-        decode_body(transfer, PAIR, taken, info, body),
+        decode_body(transfer, PAIR, result, info, body),
     )
     info.field_names = frozenset(json.loads(body))
     with_names = (
         prefill_body(transfer, PAIR, info, body),
-        decode_body(transfer, PAIR, taken, info, body),
+        decode_body(transfer, PAIR, result, info, body),
     )
     assert with_names == without_names
 

@@ -8,7 +8,7 @@ from tests.proxy.transfer.making import PAIR, make, params
 def test_shared_cache_needs_no_parameters() -> None:
     lmcache = make("lmcache")
     assert lmcache.prefill(PAIR) == {}
-    assert lmcache.decode(PAIR, lmcache.take(PAIR, {})) == {}
+    assert lmcache.decode(PAIR, lmcache.result_of(PAIR, {})) == {}
 
 
 def test_receiver_is_in_the_prefill_leg_only() -> None:
@@ -20,4 +20,4 @@ def test_receiver_is_in_the_prefill_leg_only() -> None:
         "receiver_init_port": [7300],
         "receiver_alloc_port": [7400],
     }
-    assert lmcache.decode(PAIR, lmcache.take(PAIR, {})) == {}
+    assert lmcache.decode(PAIR, lmcache.result_of(PAIR, {})) == {}

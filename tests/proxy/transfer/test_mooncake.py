@@ -20,7 +20,7 @@ def test_both_legs_have_the_transfer_id(addresses: dict[str, str], address: str)
         "do_remote_prefill": False,
         "transfer_id": PAIR.id,
     }
-    second = params(mooncake.decode(PAIR, mooncake.take(PAIR, {})))
+    second = params(mooncake.decode(PAIR, mooncake.result_of(PAIR, {})))
     assert second == {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -36,5 +36,5 @@ def test_prefill_leg_has_min_tokens_one() -> None:
 
 def test_unfetched_blocks_can_be_released() -> None:
     mooncake = make("mooncake")
-    body = present(mooncake.release(mooncake.take(PAIR, {})))
+    body = present(mooncake.release(mooncake.result_of(PAIR, {})))
     assert PAIR.id.encode() in body

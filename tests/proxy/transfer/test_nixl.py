@@ -41,24 +41,24 @@ def test_prefill_leg_requests_remote_decode() -> None:
 
 
 def test_decode_leg_has_the_prefill_workers_parameters() -> None:
-    taken = nixl.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS, "usage": USAGE})
-    assert params(nixl.decode(PAIR, taken)) == PREFILL_PARAMS
-    assert taken.cached_tokens is None  # the decode worker reports them
+    result = nixl.result_of(PAIR, {"kv_transfer_params": PREFILL_PARAMS, "usage": USAGE})
+    assert params(nixl.decode(PAIR, result)) == PREFILL_PARAMS
+    assert result.cached_tokens is None  # the decode worker reports them
 
 
 def test_cached_tokens_of_an_older_worker_come_from_usage() -> None:
     older_params = {k: v for k, v in PREFILL_PARAMS.items() if k != "remote_prefill_cached_tokens"}
-    taken = nixl.take(PAIR, {"kv_transfer_params": older_params, "usage": USAGE})
-    assert taken.params is not None
-    assert taken.cached_tokens == 128
+    result = nixl.result_of(PAIR, {"kv_transfer_params": older_params, "usage": USAGE})
+    assert result.params is not None
+    assert result.cached_tokens == 128
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_missing_tp_size_means_no_push(mode: str) -> None:
     """VLLM reads `kv_transfer_params.get("tp_size", 1)`; in push mode its engine would die."""
     incomplete = {key: value for key, value in PREFILL_PARAMS.items() if key != "tp_size"}
-    taken = make("nixl", mode=mode).take(PAIR, {"kv_transfer_params": incomplete})
-    assert (taken.params is None) == (mode == "push")
+    result = make("nixl", mode=mode).result_of(PAIR, {"kv_transfer_params": incomplete})
+    assert (result.params is None) == (mode == "push")
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_missing_tp_size_means_no_push(mode: str) -> None:
     ],
 )
 def test_invalid_parameters_are_not_passed_on(answer: dict[str, Any]) -> None:
-    taken = nixl.take(PAIR, answer)
-    assert taken.params is None
-    assert nixl.decode(PAIR, taken) == {}
-    assert nixl.release(taken) is None
+    result = nixl.result_of(PAIR, answer)
+    assert result.params is None
+    assert nixl.decode(PAIR, result) == {}
+    assert nixl.release(result) is None
 
 
 def test_unfetched_blocks_are_released_by_an_invalid_request() -> None:
-    body = nixl.release(nixl.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS}))
+    body = nixl.release(nixl.result_of(PAIR, {"kv_transfer_params": PREFILL_PARAMS}))
     assert body is not None
     fields = orjson.loads(body)
     assert fields["kv_transfer_params"] == PREFILL_PARAMS
@@ -107,10 +107,12 @@ def test_pull_needs_no_request_id() -> None:
 def test_push_uses_the_routers_id_and_cannot_release() -> None:
     """The worker pushes blocks to the request with the id, so no client may choose it."""
     push = make("nixl", mode="push")
-    taken = push.take(PAIR, {"kv_transfer_params": PREFILL_PARAMS | {"transfer_mode": "push"}})
+    result = push.result_of(
+        PAIR, {"kv_transfer_params": PREFILL_PARAMS | {"transfer_mode": "push"}}
+    )
     assert push.request_id(PAIR) == PAIR.id.encode()
-    assert params(push.decode(PAIR, taken))["transfer_mode"] == "push"
-    assert push.release(taken) is None
+    assert params(push.decode(PAIR, result))["transfer_mode"] == "push"
+    assert push.release(result) is None
 
 
 @pytest.mark.parametrize(
@@ -127,12 +129,12 @@ def test_loopback_address_of_another_host_is_doubted(
     hosts: tuple[str, str], remote_host: str, wrong: bool
 ) -> None:
     pair = Pair(Side("p", hosts[0]), Side("d", hosts[1]), "1")
-    doubt = nixl.doubt(
+    warning = nixl.warning(
         pair, PrefillResult(orjson.dumps(PREFILL_PARAMS | {"remote_host": remote_host}))
     )
-    assert bool(doubt) == wrong
-    assert not wrong or doubt.endswith("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1")
-    assert nixl.doubt(pair, PrefillResult()) == ""
+    assert bool(warning) == wrong
+    assert not wrong or warning.endswith("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1")
+    assert nixl.warning(pair, PrefillResult()) == ""
 
 
 @pytest.mark.parametrize(("lease_s", "within_s"), [(None, 24.0), (60.0, 48.0)])

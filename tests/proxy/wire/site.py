@@ -166,7 +166,7 @@ class Site:
                 worker.prefill_tokens,
                 worker.decode_tokens,
                 worker.kv_tokens,
-                worker.decoding,
+                worker.num_decoding,
             )
             for worker in self.charged
         }

@@ -11,8 +11,8 @@ import pytest
 
 from tests.sim.making import drain, ends, firsts, job, run, worker
 from vllm_sched.bench.traffic.schedule import gamma_times
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
@@ -61,8 +61,10 @@ def test_deferred_prefill_throughput_matches_the_recursion(departures: int) -> N
     # Without the start, when all slots fill at once, and the end, when no request is left.
     first, last = count // 10, count - 2 * slots
     throughput = (last - first) / (done[last] - done[first])
-    regime = Regime.from_step_time(time, slots=slots, mean_output=mean, mean_prompt=prompt)
-    assert throughput == pytest.approx(Recursion(regime).solve_for(departures).throughput, rel=0.05)
+    backlog = BacklogModel.from_step_time(time, slots=slots, mean_output=mean, mean_prompt=prompt)
+    assert throughput == pytest.approx(
+        Recursion(backlog).solve_for(departures).throughput, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.sim.making import MANY_POLICIES, run, worker
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.types import Event, Job, WorkerModel
@@ -207,7 +207,7 @@ def test_backlog_throughput_matches_the_recursion(threshold: int, decodes_pause:
     found = sorted(last for _, last, _ in ends(play(engine, jobs)).values())
     middle = found[1000:5000]
     throughput = len(middle) / (middle[-1] - middle[0])
-    regime = Regime.from_step_time(
+    backlog = BacklogModel.from_step_time(
         time, slots=slots, mean_output=mean, mean_prompt=prompt, decodes_pause=decodes_pause
     )
-    assert throughput == pytest.approx(Recursion(regime).solve_for(threshold).throughput, rel=0.03)
+    assert throughput == pytest.approx(Recursion(backlog).solve_for(threshold).throughput, rel=0.03)

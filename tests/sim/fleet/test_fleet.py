@@ -52,7 +52,7 @@ def assert_idle(fleet: SimulatedFleet) -> None:
     """Check that no charge and no KV block is left."""
     for worker in fleet.router.fleet.roster:
         left = (worker.requests, worker.sequences, worker.prefill_tokens, worker.kv_tokens)
-        assert (*left, worker.decoding) == (0, 0, 0, 0, 0)
+        assert (*left, worker.num_decoding) == (0, 0, 0, 0, 0)
     for engine in fleet.engines.values():
         assert engine.gauges(0.0).kv_usage == 0
 

@@ -35,7 +35,7 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
     """Return the figures under vLLM's keys; in milliseconds if the key says so, else in seconds.
 
     Interrupted requests are left out. As in vLLM, a failed request has zeros in the sample lists.
-    Our own keys are `max_*`, `lateness` and `merged_*`.
+    Our own keys are `interrupted`, `goodput_share`, `merged_tokens` and `max_*_ms`.
     """
     ended = [each for each in outcomes if not each.interrupted]
     good = [each for each in ended if each.good]

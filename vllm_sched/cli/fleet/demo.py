@@ -39,8 +39,8 @@ from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.transfer_checks import missing_connector
 from vllm_sched.cli.fleet.up import assign_ports, make_worker
 from vllm_sched.cli.output import writing
+from vllm_sched.workers.connectors import ROLES
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
-from vllm_sched.workers.transfer import ROLES
 
 READY_S = 30.0
 TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)$', re.MULTILINE)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
 from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 from vllm_sched.workers.flags import flag_names, int_value, last_value, with_config_file
 from vllm_sched.workers.transfer_compatibility import incompatible_flags
 
@@ -52,7 +52,7 @@ def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     ends = [
         LaunchedEnd(index, worker, worker.launch)
         for index, worker in draft.workers.items()
-        if worker.launch is not None and worker.role in transfer.ROLES
+        if worker.launch is not None and worker.role in connectors.ROLES
     ]
     if moved_by.connector == "shared-storage":
         yield from _folder_problems(moved_by, ends)
@@ -85,11 +85,11 @@ def _pair_problems(
         )
     if moved_by.connector == "nixl":
         layout, other = (
-            transfer.kv_layout(end.launch.args, end.launch.env) for end in (second, first)
+            connectors.kv_layout(end.launch.args, end.launch.env) for end in (second, first)
         )
         if layout and other and layout != other:
             yield second.problem(
-                f"env.{transfer.LAYOUT}",
+                f"env.{connectors.LAYOUT}",
                 f"{layout}: {first.label} has {other}, and NIXL needs equal KV cache layouts; give "
                 "both the same layout, or neither",
             )
@@ -104,13 +104,13 @@ def _pair_problems(
 def _side_port_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
     taken: dict[tuple[str, str], LaunchedEnd] = {}
     for end in ends:
-        env, key = end.launch.env, f"env.{transfer.SIDE_PORT}"
-        port = env.get(transfer.SIDE_PORT)
+        env, key = end.launch.env, f"env.{connectors.SIDE_PORT}"
+        port = env.get(connectors.SIDE_PORT)
         if port is None:
             continue
         if not _is_port(port):
             yield end.problem(key, f"{port!r} is not a port; leave it out to get a free port")
-        other = taken.setdefault((env.get(transfer.SIDE_HOST, "here"), port), end)
+        other = taken.setdefault((env.get(connectors.SIDE_HOST, "here"), port), end)
         if other is not end:
             yield end.problem(
                 key,
@@ -123,7 +123,9 @@ def _is_port(text: str) -> bool:
 
 
 def _folder_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
-    if moved_by.path is None and any(transfer.user_config(end.launch.args) is None for end in ends):
+    if moved_by.path is None and any(
+        connectors.user_config(end.launch.args) is None for end in ends
+    ):
         yield Problem(
             "transfer.path",
             "is missing: shared-storage keeps its files in a folder that all workers can read; "
@@ -171,11 +173,11 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
                 "engine each, or use nixl",
             )
         given = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
-        sought = given or transfer.USUAL_BOOTSTRAP_PORT
-        own = end.launch.env.get(transfer.BOOTSTRAP_PORT)
+        sought = given or connectors.USUAL_BOOTSTRAP_PORT
+        own = end.launch.env.get(connectors.BOOTSTRAP_PORT)
         if own is not None and own != sought:
             yield end.problem(
-                f"env.{transfer.BOOTSTRAP_PORT}",
+                f"env.{connectors.BOOTSTRAP_PORT}",
                 f"{own!r}: decode workers use port {sought}; leave it out, and set the port in "
                 f"transfer.addresses, as in {name}: http://127.0.0.1:{own or '8999'}",
             )
@@ -191,7 +193,7 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
 def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
     """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
     for end in ends:
-        if transfer.user_config(end.launch.args) is not None:
+        if connectors.user_config(end.launch.args) is not None:
             continue
         env = {**os.environ, **end.launch.env}  # the worker's environment
         if all(env.get(name, "").lower() in UNSET_VALUES for name in STORE_VARIABLES):
@@ -203,16 +205,16 @@ def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
 
 
 def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
-    own = transfer.user_config(end.launch.args)
+    own = connectors.user_config(end.launch.args)
     if own is None:
         return
     if own:
         for mismatch in _mismatches(moved_by, end.worker, own):
-            yield end.problem("args", f"{transfer.CONFIG_FLAG} with {mismatch}")
+            yield end.problem("args", f"{connectors.CONFIG_FLAG} with {mismatch}")
         return
     yield end.problem(
         "args",
-        f"{transfer.CONFIG_FLAG} is not a JSON object with at least one key; leave the flag "
+        f"{connectors.CONFIG_FLAG} is not a JSON object with at least one key; leave the flag "
         "out, or correct it",
     )
 
@@ -220,12 +222,12 @@ def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator
 def _mismatches(
     moved_by: TransferConfig, worker: WorkerConfig, own: Mapping[str, Any]
 ) -> Iterator[str]:
-    parts = transfer.connector_parts(own)
+    parts = connectors.connector_parts(own)
     part = parts[0] if parts else own
     is_nested = part is not own
     if is_nested and any("engine_id" in each for each in parts):
         yield (
-            f"engine_id in a part of {transfer.SEVERAL}: vLLM sets it "
+            f"engine_id in a part of {connectors.SEVERAL}: vLLM sets it "
             "there itself and fails; move it next to kv_connector"
         )
     engine = own.get("engine_id")
@@ -235,15 +237,15 @@ def _mismatches(
             f"{worker.name!r}, this worker's name; use that"
         )
     named = part.get("kv_connector")
-    if named not in transfer.connector_classes(moved_by.connector, moved_by.mode):
-        wanted = transfer.connector_class(moved_by.connector, moved_by.mode)
+    if named not in connectors.connector_classes(moved_by.connector, moved_by.mode):
+        wanted = connectors.connector_class(moved_by.connector, moved_by.mode)
         pushed = " with mode: push" if moved_by.mode == "push" else ""
-        place = f" first in {transfer.SEVERAL}" if is_nested else ""
+        place = f" first in {connectors.SEVERAL}" if is_nested else ""
         yield (
             f"the connector {named!r}{place}: transfer is {moved_by.connector}{pushed}, "
             f"which needs {wanted}; leave the flag out, or correct one of the two"
         )
-    role = transfer.ROLES[worker.role]
+    role = connectors.ROLES[worker.role]
     if part.get("kv_role") not in (role, "kv_both"):
         yield (
             f"kv_role {part.get('kv_role')!r}: a {worker.role} worker "
@@ -260,7 +262,7 @@ def _mismatches(
 
 def _kept_s(part: Mapping[str, Any]) -> float:
     """Return how long a connector keeps unread blocks; infinity if the value is not a number."""
-    extra = part.get(transfer.EXTRA_KEY)
+    extra = part.get(connectors.EXTRA_KEY)
     kept = extra.get("kv_lease_duration", VLLM_LEASE_S) if isinstance(extra, dict) else VLLM_LEASE_S
     return kept if isinstance(kept, (int, float)) else math.inf
 
@@ -271,11 +273,11 @@ def missing_connector(config: FleetConfig) -> Iterator[Problem]:
     moved_by = config.transfer
     if moved_by is None:
         return
-    if not (why := transfer.missing_requirement(moved_by.connector, moved_by.mode)):
+    if not (why := connectors.missing_requirement(moved_by.connector, moved_by.mode)):
         return
-    if any(worker.launch and worker.role in transfer.ROLES for worker in config.workers):
-        names = [name for name in transfer.CLASSES if " " not in name]
-        have = [name for name in names if not transfer.missing_requirement(name)]
+    if any(worker.launch and worker.role in connectors.ROLES for worker in config.workers):
+        names = [name for name in connectors.CLASSES if " " not in name]
+        have = [name for name in names if not connectors.missing_requirement(name)]
         others = f"choose from {', '.join(have)}" if have else "install one"
         yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")
 
@@ -288,21 +290,21 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.workers.items():
         if (settings := worker.launch) is None:
             continue
-        moved_by = draft.transfer if worker.role in transfer.ROLES else None
+        moved_by = draft.transfer if worker.role in connectors.ROLES else None
         size = settings.kv_offloading_size
-        flag = last_value(with_config_file(settings.args), transfer.OFFLOADING_FLAG)
+        flag = last_value(with_config_file(settings.args), connectors.OFFLOADING_FLAG)
         if flag is not None and (moved_by is not None or size is not None):
             yield Problem(
                 f"workers[{index}].launch.args",
-                f"{transfer.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading connector, "
-                f"and no other; set {FIELD}: {flag} instead",
+                f"{connectors.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading "
+                f"connector, and no other; set {FIELD}: {flag} instead",
             )
         if size is None:
             continue
-        if transfer.user_config(settings.args) is not None:
+        if connectors.user_config(settings.args) is not None:
             yield Problem(
                 f"workers[{index}].{FIELD}",
-                f"{size:g}: launch.args has {transfer.CONFIG_FLAG} too; leave one of the two out",
+                f"{size:g}: launch.args has {connectors.CONFIG_FLAG} too; leave one of the two out",
             )
         if moved_by is not None and moved_by.connector != "nixl":
             yield Problem(

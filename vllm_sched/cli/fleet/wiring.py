@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 from vllm_sched.workers.flags import last_value, with_config_file
 
 
@@ -36,7 +36,7 @@ class ConnectorSetup:
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     """Return a worker's transfer wiring; empty if it has no transfer."""
-    if config.transfer is None or worker.role not in transfer.ROLES:
+    if config.transfer is None or worker.role not in connectors.ROLES:
         size = worker.launch.kv_offloading_size if worker.launch else None
         return Wiring() if size is None else offloading_wiring(size)
     made = transfer_wiring(config.transfer, worker)
@@ -53,25 +53,25 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
     setup = _setup_of(moved_by, worker, given)
     flags = ["--enable-prompt-tokens-details"]  # shows clients the number of cached tokens
     if moved_by.connector == "shared-storage":
-        flags.append(transfer.NO_CHUNKS_FLAG)
+        flags.append(connectors.NO_CHUNKS_FLAG)
     summary = []
-    if (own := transfer.user_config(given.args)) is None:
+    if (own := connectors.user_config(given.args)) is None:
         config = setup.config
         summary.append(setup.summary)
         if gib := given.kv_offloading_size:
             config = with_offloading(config, gib)
             summary.append(offloading_wiring(gib).summary)
-        flags += [transfer.CONFIG_FLAG, json.dumps(config)]
+        flags += [connectors.CONFIG_FLAG, json.dumps(config)]
     else:
-        summary.append(f"{transfer.CONFIG_FLAG} as given")
-        module = setup.config.get(transfer.MODULE_KEY)
-        parts = transfer.connector_parts(own)
-        if module and not any(part.get(transfer.MODULE_KEY) for part in parts):
+        summary.append(f"{connectors.CONFIG_FLAG} as given")
+        module = setup.config.get(connectors.MODULE_KEY)
+        parts = connectors.connector_parts(own)
+        if module and not any(part.get(connectors.MODULE_KEY) for part in parts):
             summary.append(
-                f'set "{transfer.MODULE_KEY}": "{module}" in it, or NIXL\'s thread occupies a CPU'
+                f'set "{connectors.MODULE_KEY}": "{module}" in it, or NIXL\'s thread occupies a CPU'
             )
     if launch.on_cpu():
-        block = last_value(with_config_file(given.args), "--block-size") or transfer.CPU_BLOCK
+        block = last_value(with_config_file(given.args), "--block-size") or connectors.CPU_BLOCK
         flags += ["--block-size", block]
         summary.append(f"blocks of {block}")
     return Wiring(tuple(flags), setup.env, ", ".join(summary))
@@ -80,8 +80,8 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
 def _setup_of(
     moved_by: TransferConfig, worker: WorkerConfig, given: LaunchConfig
 ) -> ConnectorSetup:
-    name = transfer.connector_class(moved_by.connector, moved_by.mode)
-    role = transfer.ROLES[worker.role]
+    name = connectors.connector_class(moved_by.connector, moved_by.mode)
+    role = connectors.ROLES[worker.role]
     summary = f"{name} as {role}"
     config: dict[str, Any] = {"kv_connector": name, "kv_role": role}
     if launch.on_cpu():  # vLLM's default is the accelerator
@@ -91,48 +91,48 @@ def _setup_of(
         return ConnectorSetup(config | nixl.config, nixl.env, f"{summary}, {nixl.summary}")
     if moved_by.connector == "shared-storage":
         config["kv_role"] = "kv_both"  # the connector has no roles
-        config[transfer.EXTRA_KEY] = {"shared_storage_path": moved_by.path}
+        config[connectors.EXTRA_KEY] = {"shared_storage_path": moved_by.path}
         summary = f"{name} in {moved_by.path}, prompts computed in one chunk"
     if moved_by.connector == "mooncake" and worker.role == "prefill":
         config["engine_id"] = worker.name
         address = moved_by.addresses.get(worker.name)
-        port = str(urlsplit(address).port) if address else transfer.USUAL_BOOTSTRAP_PORT
+        port = str(urlsplit(address).port) if address else connectors.USUAL_BOOTSTRAP_PORT
         summary += ", restart its decode workers after this worker was restarted"
         # Overrides the environment of `up`: decode workers use this port.
-        return ConnectorSetup(config, {transfer.BOOTSTRAP_PORT: port}, summary)
+        return ConnectorSetup(config, {connectors.BOOTSTRAP_PORT: port}, summary)
     return ConnectorSetup(config, {}, summary)
 
 
 def _nixl_setup(lease_s: float | None, worker: WorkerConfig, given: LaunchConfig) -> ConnectorSetup:
     host, _ = worker.address or (launch.LOOPBACK, None)
-    host = given.env.get(transfer.SIDE_HOST, host)
-    port = given.env.get(transfer.SIDE_PORT) or str(launch.free_port())
+    host = given.env.get(connectors.SIDE_HOST, host)
+    port = given.env.get(connectors.SIDE_PORT) or str(launch.free_port())
     summary = f"side channel {host}:{port}"
-    kept_s = ceil(transfer.LEASE_FACTOR * lease_s) if lease_s else transfer.DEFAULT_LEASE_S
+    kept_s = ceil(connectors.LEASE_FACTOR * lease_s) if lease_s else connectors.DEFAULT_LEASE_S
     config = {
         # Otherwise a prefill worker's death fails the requests that it hands over.
-        transfer.FAILURE_KEY: "recompute",
-        transfer.EXTRA_KEY: {"kv_lease_duration": kept_s},
+        connectors.FAILURE_KEY: "recompute",
+        connectors.EXTRA_KEY: {"kv_lease_duration": kept_s},
     }
     if launch.on_cpu() or given.cpus:  # a polling thread would occupy one of few CPUs
-        config[transfer.MODULE_KEY] = transfer.NIXL_MODULE
+        config[connectors.MODULE_KEY] = connectors.NIXL_MODULE
         summary += ", threads stay on the given CPUs, and NIXL's thread sleeps between polls"
-    return ConnectorSetup(config, {transfer.SIDE_HOST: host, transfer.SIDE_PORT: port}, summary)
+    return ConnectorSetup(config, {connectors.SIDE_HOST: host, connectors.SIDE_PORT: port}, summary)
 
 
 def offloading_wiring(gib: float) -> Wiring:
     """Return the wiring of a worker that offloads KV blocks and transfers none."""
     return Wiring(
-        (transfer.OFFLOADING_FLAG, f"{gib:g}"), summary=f"KV blocks offloaded to {gib:g} GiB"
+        (connectors.OFFLOADING_FLAG, f"{gib:g}"), summary=f"KV blocks offloaded to {gib:g} GiB"
     )
 
 
 def with_offloading(config: dict[str, Any], gib: float) -> dict[str, Any]:
     """Return the configuration of a connector with the offloading connector behind it."""
-    part = {key: value for key, value in config.items() if key != transfer.FAILURE_KEY}
+    part = {key: value for key, value in config.items() if key != connectors.FAILURE_KEY}
     # vLLM reads this key only of the whole configuration.
-    whole = {key: value for key, value in config.items() if key == transfer.FAILURE_KEY}
+    whole = {key: value for key, value in config.items() if key == connectors.FAILURE_KEY}
     size = {"cpu_bytes_to_use": int(gib * 2**30)}
-    tier = {"kv_connector": transfer.OFFLOADING, "kv_role": "kv_both", transfer.EXTRA_KEY: size}
-    several = {"kv_connector": transfer.SEVERAL, "kv_role": "kv_both"}
-    return several | whole | {transfer.EXTRA_KEY: {transfer.PARTS_KEY: [part, tier]}}
+    tier = {"kv_connector": connectors.OFFLOADING, "kv_role": "kv_both", connectors.EXTRA_KEY: size}
+    several = {"kv_connector": connectors.SEVERAL, "kv_role": "kv_both"}
+    return several | whole | {connectors.EXTRA_KEY: {connectors.PARTS_KEY: [part, tier]}}

@@ -19,9 +19,9 @@ from vllm_sched.bench.plots.chart import Chart, Series, check_chart, draw_chart
 from vllm_sched.bench.results.summary import plain_table
 from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cost import profiles
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.backlog_simulation import BacklogRun, simulate_backlog
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import MIN_GAIN, closed_form, recommended
 from vllm_sched.errors import UsageError
@@ -106,7 +106,7 @@ class Row:
 @dataclass(frozen=True)
 class Finding:
     name: str
-    regime: Regime
+    backlog: BacklogModel
     closed_form: int
     recursion: int
     run: int
@@ -187,7 +187,7 @@ def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
 def _find(
     name: str, time: StepTime, args: argparse.Namespace, also: Mapping[int, str] | None = None
 ) -> Finding:
-    regime = Regime.from_step_time(
+    backlog = BacklogModel.from_step_time(
         time,
         slots=args.slots,
         mean_output=args.mean_output,
@@ -195,10 +195,10 @@ def _find(
         decodes_pause=name == PAUSED,
         budget=args.budget,
     )
-    exact = Recursion(regime)
-    best, formula = exact.best(), closed_form(regime)
+    exact = Recursion(backlog)
+    best, formula = exact.best(), closed_form(backlog)
     run = recommended(
-        regime,
+        backlog,
         itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
         max_delay_s=CONSTANT_K_SHARE * args.max_delay_ms / 1000,
     )
@@ -208,16 +208,19 @@ def _find(
         rows[k] = f"{rows[k]}, {role}" if rows.get(k) else role
     return Finding(
         name,
-        regime,
+        backlog,
         closed_form=formula,
         recursion=best,
         run=run,
         rows=tuple(
-            Row(role, k, exact.solve_for(k).throughput, simulate_backlog(regime, k, seed=args.seed))
+            Row(
+                role, k, exact.solve_for(k).throughput, simulate_backlog(backlog, k, seed=args.seed)
+            )
             for k, role in sorted(rows.items())
         ),
         curve=tuple(
-            (k, exact.solve_for(k).throughput) for k in _drawn(regime.largest_threshold, list(rows))
+            (k, exact.solve_for(k).throughput)
+            for k in _drawn(backlog.largest_threshold, list(rows))
         ),
     )
 
@@ -289,7 +292,7 @@ def _to_json(
         "mean_prompt": args.mean_prompt,
         "regimes": {
             finding.name: {
-                "regime": asdict(finding.regime),
+                "regime": asdict(finding.backlog),
                 "closed_form": finding.closed_form,
                 "recursion": finding.recursion,
                 "run": finding.run,

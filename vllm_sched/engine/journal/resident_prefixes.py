@@ -161,7 +161,7 @@ class FollowedBlockMap(BlockHashToBlockMap):
 
 
 class FollowedBlockPool(BlockPool):
-    """Tells `ResidentPrefixes` what vLLM caches."""
+    """Reports to `ResidentPrefixes` what vLLM caches."""
 
     prefixes: ResidentPrefixes
 

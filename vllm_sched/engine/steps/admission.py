@@ -17,7 +17,7 @@ from vllm_sched.engine.waiting.lora_slots import LoraSlots
 from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Gate
 
-COMPILES_GRAMMAR: Final = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+AWAITS_GRAMMAR: Final = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 # The look-up of an enum's member takes as long as a gate.
 OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
 
@@ -178,8 +178,8 @@ class Admission:
         self.record_admissions()
         return slots.open_adapters()
 
-    def compiles_grammar(self, request: Request) -> bool:
-        if request.status is not COMPILES_GRAMMAR:
+    def awaits_grammar(self, request: Request) -> bool:
+        if request.status is not AWAITS_GRAMMAR:
             return False
         grammar = request.structured_output_request
         return grammar is not None and not grammar.is_grammar_ready

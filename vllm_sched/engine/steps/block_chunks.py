@@ -18,15 +18,17 @@ class BlockChunk(NamedTuple):
 
 
 class BlockChunks:
-    def __init__(self, block: int, align: Callable[[Request, int, int], int]) -> None:
-        self.block = block
+    def __init__(self, block_tokens: int, align: Callable[[Request, int, int], int]) -> None:
+        self.block_tokens = block_tokens
         # vLLM's: shortens a chunk to a boundary, or to 0.
         self._align = align
         self._debts: dict[Request, int] = {}  # tokens computed beyond the grants
 
     def tokens_to_boundary(self, request: Request, computed: int) -> int:
         """Return the least chunk: to the end of a block, or of the prompt."""
-        return int(min(request.num_tokens - computed, self.block - computed % self.block))
+        return int(
+            min(request.num_tokens - computed, self.block_tokens - computed % self.block_tokens)
+        )
 
     def chunk(
         self,
@@ -34,17 +36,17 @@ class BlockChunks:
         computed: int,
         granted: int,
         *,
-        most: int,
+        max_tokens: int,
         room: int,
         may_skip: Callable[[], bool],
     ) -> BlockChunk:
         """Return the chunk for a grant.
 
-        `most` is vLLM's limit, `room` that of a chunk that is rounded up. A request in debt gets
-        a chunk unless the step `may_skip` it.
+        `max_tokens` is vLLM's limit, `room` that of a chunk that is rounded up. A request in debt
+        gets a chunk unless the step `may_skip` it.
         """
         uncached = computed - request.num_computed_tokens
-        chunk = granted if granted == most else self._align(request, granted, uncached)
+        chunk = granted if granted == max_tokens else self._align(request, granted, uncached)
         debt = self._debts.get(request, 0)
         if chunk:
             # The tokens beyond the last boundary pay off the debt.
@@ -53,12 +55,12 @@ class BlockChunks:
         else:
             # No boundary is within the grant, so all of it pays.
             pays, debt = granted, debt - granted
-            least = min(self.tokens_to_boundary(request, computed), most)
+            least = min(self.tokens_to_boundary(request, computed), max_tokens)
             if least <= room and (debt < 0 or not may_skip()):
                 chunk = self._align(request, least, uncached)
                 debt += chunk
         if debt > 0 and computed + chunk < request.num_tokens:
-            self._debts[request] = min(debt, self.block)
+            self._debts[request] = min(debt, self.block_tokens)
         else:
             self.forget(request)
         return BlockChunk(chunk, max(granted - chunk - pays, 0))

@@ -50,8 +50,8 @@ class StepBudget:
         if not self._budgets:
             return StepLimit(most)
         # Requests with KV blocks always get their tokens, also with a prefill of one token.
-        needed = step.holding_kv * self._tokens_per_decode + step.decode_tokens
-        needed += bool(step.holding_kv and step.prefills)
+        needed = step.num_holding_kv * self._tokens_per_decode + step.decode_tokens
+        needed += bool(step.num_holding_kv and step.prefills)
         limit = StepLimit(min(budget(step) for budget in self._budgets))
         if self._whole_images and limit.tokens < most:
             limit = self._limit_with_image(step, limit.tokens)
@@ -69,7 +69,7 @@ class StepBudget:
         """
         step = plan.step
         asleep = int(self._scheduler.num_waiting_for_streaming_input)
-        holders = min(max(step.holding_kv - asleep, 0), step.free_slots)
+        holders = min(max(step.num_holding_kv - asleep, 0), step.free_slots)
         # A request with remote KV is a decode.
         holding = holders * self._tokens_per_decode
         if not (holding or plan.decode_is_last or limit.kept_for_image):
@@ -79,7 +79,7 @@ class StepBudget:
         room = max(tokens - step.decode_tokens, 0 if plan.decode_is_last else 1)
         # Some KV may not have arrived: prefills get at least half.
         left = room - min(holding, room // 2)
-        return left if self._blocks is None else max(left, min(self._blocks.block, room))
+        return left if self._blocks is None else max(left, min(self._blocks.block_tokens, room))
 
     def _least_with_chunk(self, step: Step, needed: int, blocks: BlockChunks) -> int:
         """Return the least budget in which the first prompt gets a chunk."""
@@ -89,10 +89,10 @@ class StepBudget:
         ]
         if (head := self._admission.next_to_enter()) is not None:
             least.append(blocks.tokens_to_boundary(head, self._prefixes.cached_tokens(head)))
-        elif step.waiting:  # a request behind may enter
-            least.append(blocks.block)
+        elif step.num_waiting:  # a request behind may enter
+            least.append(blocks.block_tokens)
         # With less than a block, vLLM lets chunks end anywhere.
-        return max(needed + max(least, default=0), blocks.block)
+        return max(needed + max(least, default=0), blocks.block_tokens)
 
     def _limit_with_image(self, step: Step, wanted: int) -> StepLimit:
         """Return a limit in which the next image fits.

@@ -87,7 +87,7 @@ class StepChunks:
             request,
             computed,
             wanted,
-            most=tokens,
+            max_tokens=tokens,
             room=tokens if holds_blocks else room,
             may_skip=lambda: not holds_blocks and self._has_other_work(),
         )

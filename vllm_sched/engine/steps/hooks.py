@@ -10,7 +10,7 @@ from vllm_sched.policies.types import Gate, Policy, RequestView, Step, StepResul
 
 
 def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable[..., Any]]]:
-    """Return a method of each policy that overrides it, with the policy's number."""
+    """Return a method of each policy that overrides it, with the index of the policy."""
     base = getattr(Policy, name)
     return [
         (number, getattr(policy, name))
@@ -25,7 +25,7 @@ def methods(policies: Sequence[Policy], name: str) -> list[Callable[..., Any]]:
 
 @dataclass(slots=True)
 class PolicyHooks:
-    """The overridden hooks; numbers are the policies'."""
+    """The overridden hooks. A number before a hook is the index of its policy."""
 
     lane: list[tuple[int, Callable[[RequestView, Callable[[], int]], str]]]
     gate: list[tuple[int, Callable[[str, RequestView, float], Gate]]]

@@ -1,4 +1,4 @@
-"""A step while it is planned."""
+"""The plan of one step: what the policies see, and the limit for vLLM."""
 
 from __future__ import annotations
 

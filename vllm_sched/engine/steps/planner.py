@@ -1,4 +1,4 @@
-"""What happens around a step with policies."""
+"""Shows each step to the policies before vLLM schedules it, and records what it scheduled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepPlanner:
             self._blocks = BlockChunks(
                 scheduler.cache_config.block_size, scheduler._mamba_block_aligned_split
             )
-        self._departed = 0  # requests that released KV blocks since the last step
+        self._num_departed = 0  # requests that released KV blocks since the last step
         self._last_was_empty = False  # although requests wait
         self.hooks = PolicyHooks.from_policies(policies)
         self.classes = ServiceClasses(policies)
@@ -88,13 +88,13 @@ class StepPlanner:
             prefills=prefills,
             free_slots=scheduler.max_num_active_reqs - slots_taken(scheduler),
             kv_blocked=None if kv_blocked is None else kv_blocked.request_id,
-            running=len(scheduler.running),
+            num_running=len(scheduler.running),
             decoding=decoding,
             context_tokens=sum(map(computed_tokens, decoding)),
-            waiting=len(scheduler.waiting),
-            holding_kv=len(scheduler.kv_holding_waiting),
+            num_waiting=len(scheduler.waiting),
+            num_holding_kv=len(scheduler.kv_holding_waiting),
             kv_free=kv_free,
-            departed=self._departed,
+            num_departed=self._num_departed,
             clock_offset=now - wall_now,
             paused_s=self._pauses.seconds(now),
             paused_steps=self._pauses.steps,
@@ -105,7 +105,7 @@ class StepPlanner:
             loaded_requests=self._loaded_requests,
             cached_tokens_of=self.prefixes.recent_cached_tokens,
         )
-        self._departed = 0
+        self._num_departed = 0
         counts = self.admission.queue.lane_counts.by_policy
         for policy, counts_of_lanes in zip(self._policies, counts, strict=True):
             policy.begin_step(step, counts_of_lanes)
@@ -115,7 +115,7 @@ class StepPlanner:
         """Apply pauses and budgets; return the step's limit, None for vLLM's."""
         step = plan.step
         # After an empty step policies are ignored, so that the engine cannot stall.
-        if self._last_was_empty or not (step.prefills or step.waiting or step.holding_kv):
+        if self._last_was_empty or not (step.prefills or step.num_waiting or step.num_holding_kv):
             return None
         self._pauses.begin_step(plan)
         return self._budget.limit_step(step)
@@ -139,7 +139,7 @@ class StepPlanner:
         self.admission.record_admissions()
         self._pauses.end_step(plan)
         empty = not output.total_num_scheduled_tokens
-        had_work = step.prefills or step.waiting or step.holding_kv or plan.decodes_paused
+        had_work = step.prefills or step.num_waiting or step.num_holding_kv or plan.decodes_paused
         self._last_was_empty = (
             empty and bool(had_work) and scheduler.pause_state == PauseState.UNPAUSED
         )
@@ -164,7 +164,7 @@ class StepPlanner:
         return [r for r in self._loading_requests() if r.request_id in received] if received else []
 
     def record_departure(self, request: Request, now: float) -> None:
-        self._departed += request.num_computed_tokens > 0
+        self._num_departed += request.num_computed_tokens > 0
         self.classes.forget(request)
         if self.admission.lora_slots is not None:
             self.admission.lora_slots.record_departure(request)

@@ -1,4 +1,4 @@
-"""The service classes of requests."""
+"""The service classes of requests, by the policy that has classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_sched.policies.types import Policy, one_class
 
 
 class ServiceClasses:
-    """The classes by the policy that has them, cached for decodes."""
+    """The classes, cached for decodes."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.policy = next((policy for policy in policies if policy.has_classes), None)

@@ -1,4 +1,4 @@
-"""Slots of the scheduler."""
+"""Whether the scheduler has a free slot."""
 
 from __future__ import annotations
 

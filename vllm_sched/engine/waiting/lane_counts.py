@@ -72,11 +72,11 @@ class LaneCounts:
             count.requests += requests
             count.tokens += tokens
 
-    def record_gate(self, lane: LaneKey, by: int | None) -> None:
-        if by is None:
+    def record_gate(self, lane: LaneKey, closed_by: int | None) -> None:
+        if closed_by is None:
             self.held_by.pop(lane, None)
         else:
-            self.held_by[lane] = by
+            self.held_by[lane] = closed_by
 
     def set_waits(self, heads: Iterable[tuple[LaneKey, float]]) -> None:
         for counts in self.by_policy:
@@ -92,11 +92,11 @@ class LaneCounts:
         """Count held requests, and other requests that cannot begin."""
         for counts in self.by_policy:
             for count in counts.values():
-                count.held = count.barred = 0
+                count.num_held = count.num_barred = 0
         for lane in self.held_by.keys() | barred.keys():
-            by = self.held_by.get(lane)
+            held_by = self.held_by.get(lane)
             for number, (counts, name) in enumerate(zip(self.by_policy, lane, strict=True)):
-                if by is None or by == number:
-                    counts[name].barred += barred[lane]
+                if held_by is None or held_by == number:
+                    counts[name].num_barred += barred[lane]
                 else:
-                    counts[name].held += self.waiting[lane]
+                    counts[name].num_held += self.waiting[lane]

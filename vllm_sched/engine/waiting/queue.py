@@ -55,7 +55,7 @@ class LaneRules(Protocol):
     def open_adapters(self) -> Collection[int] | None:
         """Return the LoRA adapters with a slot; None for all."""
 
-    def compiles_grammar(self, request: Request) -> bool: ...
+    def awaits_grammar(self, request: Request) -> bool: ...
 
     def blocks_read(self) -> int:
         """Return the blocks of prefixes read in this step."""
@@ -247,7 +247,7 @@ class LaneQueue(RequestQueue):
         again: list[Request] = []
         for request in self._heaps.set_aside:
             lane = places[request].lane
-            if offered[lane] >= MAX_RETRIES or self._rules.compiles_grammar(request):
+            if offered[lane] >= MAX_RETRIES or self._rules.awaits_grammar(request):
                 continue
             offered[lane] += 1
             again.append(request)

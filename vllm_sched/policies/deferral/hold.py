@@ -23,7 +23,7 @@ class Hold:
     kv_free: float  # free share at that time
     kv_left: float  # kv_free without admissions during the hold
     kv_typical: float  # share of a typical request
-    departed: int
+    num_departed: int
 
     @classmethod
     def begin(cls, step: Step, *, slots_full: bool, max_s: float, running_when_full: int) -> Self:
@@ -31,11 +31,11 @@ class Hold:
         return cls(
             since=step.now, max_s=max_s, slots_full=slots_full, kv_blocked=step.kv_blocked,
             kv_free=free, kv_left=free, kv_typical=(1 - free) / running_when_full,
-            departed=step.departed,
+            num_departed=step.num_departed,
         )  # fmt: skip
 
     def begin_step(self, step: Step) -> None:
-        self.departed += step.departed
+        self.num_departed += step.num_departed
 
     def fits(self, name: str, kv_share: float) -> bool:
         """Return whether a request of another lane than the refused one fits."""
@@ -45,13 +45,13 @@ class Hold:
         """Return why the hold ends in this step; None if it goes on."""
         progress = (step.now - self.since) / self.max_s
         needed = math.ceil(k * min((1 - progress) / (1 - CONSTANT_K_SHARE), 1.0))
-        if not step.running:
+        if not step.num_running:
             return "idle"
         if progress >= 1:
             return "overdue"
         if waiting < needed:
             return "few"
-        if (step.free_slots if self.slots_full else self.departed) >= needed:
+        if (step.free_slots if self.slots_full else self.num_departed) >= needed:
             return "departures"
         if not self.slots_full and step.kv_free - self.kv_free >= needed * self.kv_typical:
             return "room"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.online_fit import OnlineFit
-from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepKind
 from vllm_sched.cost.threshold import asymptotic, recommended, within_itl
 from vllm_sched.policies.deferral.hold import CONSTANT_K_SHARE
@@ -74,7 +74,7 @@ class DepartureThreshold:
         model = self._fit.model
         if model is None or not self._lengths.is_known:
             return
-        regime = Regime.from_step_time(
+        backlog = BacklogModel.from_step_time(
             model,
             slots=slots,
             mean_output=self._lengths.mean_output,
@@ -85,9 +85,9 @@ class DepartureThreshold:
         departures, itl_s = self._configured.departures, self._configured.itl_s
         if departures is not None:
             if itl_s is not None:
-                self.k = max(min(departures, within_itl(regime, itl_s)), 1)
+                self.k = max(min(departures, within_itl(backlog, itl_s)), 1)
             return
         max_delay_s = CONSTANT_K_SHARE * self._configured.max_s
-        self._estimates.append(recommended(regime, itl_s=itl_s, max_delay_s=max_delay_s))
-        self.best = asymptotic(regime)
+        self._estimates.append(recommended(backlog, itl_s=itl_s, max_delay_s=max_delay_s))
+        self.best = asymptotic(backlog)
         self.k = min(self._estimates)

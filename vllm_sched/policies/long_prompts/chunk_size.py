@@ -74,11 +74,11 @@ class MeanLoss:
 class ChunkSize:
     """The present size, and the losses of half of it since it last changed."""
 
-    def __init__(self, most: int, block: int, itl_s: float) -> None:
-        self._max_tokens = most
-        self._min_tokens = least_chunk(most, block)
+    def __init__(self, max_tokens: int, block_tokens: int, itl_s: float) -> None:
+        self._max_tokens = max_tokens
+        self._min_tokens = least_chunk(max_tokens, block_tokens)
         self._itl_s = itl_s
-        self.tokens = max(int(most * FIRST_SHARE), self._min_tokens)
+        self.tokens = max(int(max_tokens * FIRST_SHARE), self._min_tokens)
         self.token_s = 0.0  # seconds per token of a long prompt
         self._recent: deque[LongStep] = deque(maxlen=3)
         self._loss = MeanLoss()

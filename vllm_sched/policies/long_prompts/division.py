@@ -28,16 +28,16 @@ class StepPrompts:
     long_lanes: Sequence[LaneCount] = ()
     waiting_longs: LaneCount = field(init=False)  # of all these lanes
     free_places: int = 0  # for waiting longs
-    entering: int = 0  # waiting longs that may enter
+    num_entering: int = 0  # waiting longs that may enter
     kv_blocked: bool = False  # no request enters, because the next one lacks KV blocks
 
     def __post_init__(self) -> None:
         self.count_waiting_longs()
 
-    def find_ending(self, most: int, class_of: Callable[[RequestView], float]) -> None:
-        """Let longs that the step completes leave their places to the next ones."""
+    def find_ending(self, tokens: int, class_of: Callable[[RequestView], float]) -> None:
+        """Let longs that a chunk of `tokens` completes leave their places to the next ones."""
         self.ending = {
-            r.request_id for r in self.longs if r.num_tokens - r.num_computed_tokens <= most
+            r.request_id for r in self.longs if r.num_tokens - r.num_computed_tokens <= tokens
         }
         self.long_classes = [class_of(r) for r in self.longs if r.request_id not in self.ending]
 
@@ -48,8 +48,8 @@ class StepPrompts:
             sum(count.requests for count in lanes),
             sum(count.tokens for count in lanes),
             max((count.waited for count in lanes), default=0.0),
-            sum(count.held for count in lanes),
-            sum(count.barred for count in lanes),
+            sum(count.num_held for count in lanes),
+            sum(count.num_barred for count in lanes),
         )
 
 
@@ -68,14 +68,15 @@ class StepDivision:
         higher_class = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
         same_class = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
         waiting = prompts.waiting_shorts
-        entering = 0 if prompts.kv_blocked else min(waiting.admissible, max(step.free_slots, 0))
+        entering = 0 if prompts.kv_blocked else min(waiting.num_admissible, max(step.free_slots, 0))
         self._num_shorts = len(higher_class) + len(same_class) + entering
         # Tokens of waiting requests include cached ones.
         expected = waiting.tokens * entering // max(waiting.requests, 1)
         self._tokens_of_same_class = _tokens_left(same_class) + min(expected, entering * threshold)
         self._tokens_of_higher_class = _tokens_left(higher_class)
-        self._longs_due = len(prompts.long_classes) + prompts.entering  # longs without their chunk
-        self._parts = max(min(self._num_shorts + self._longs_due, MAX_PARTS), 1)
+        # Longs without their chunk.
+        self._num_longs_due = len(prompts.long_classes) + prompts.num_entering
+        self._parts = max(min(self._num_shorts + self._num_longs_due, MAX_PARTS), 1)
         self._last_was_long = False
         # The classes of longs without their chunk; None without classes of service.
         self._classes_due = prompts.long_classes.copy() if step.class_of is not one_class else None
@@ -88,19 +89,19 @@ class StepDivision:
         self.budget = step.budget
         room = max(step.budget - step.decode_tokens, 0)
         # With one token left, the engine tries a barred request again.
-        barred = prompts.waiting_shorts.barred > 0 and step.free_slots > 0
+        barred = prompts.waiting_shorts.num_barred > 0 and step.free_slots > 0
         for_higher_class = min(self._tokens_of_higher_class, room)
         most_for_shorts = room - int((room - for_higher_class) * MIN_SHARE_OF_LONGS)
         for_same_class = max(self._tokens_of_same_class, int(barred))
         for_shorts = min(for_higher_class + for_same_class, most_for_shorts)
         for_longs = room - for_shorts
         if chunk is not None:
-            most = max(chunk.tokens - for_shorts, chunk.min_tokens, self._longs_due)
+            most = max(chunk.tokens - for_shorts, chunk.min_tokens, self._num_longs_due)
             for_longs = min(for_longs, most)
         # Tokens for all longs together.
         self.long_left = max(for_longs, min(room - for_higher_class, 1))
-        has_place = prompts.free_places > prompts.entering
-        self._for_barred_long = int(prompts.waiting_longs.barred > 0 and has_place)
+        has_place = prompts.free_places > prompts.num_entering
+        self._for_barred_long = int(prompts.waiting_longs.num_barred > 0 and has_place)
         # Shorts run before longs, so the longs' tokens must be reserved.
         self._reserved_for_longs = min(_tokens_left(prompts.longs), self.long_left)
         self._short_left = max(room - self._reserved_for_longs, 1)
@@ -118,9 +119,9 @@ class StepDivision:
             return granted
         share = max(self.long_left - self._for_barred_long, min(self.long_left, 1))
         ends = request.request_id in self._prompts.ending
-        granted = min(granted, share if ends else math.ceil(share / max(self._longs_due, 1)))
+        granted = min(granted, share if ends else math.ceil(share / max(self._num_longs_due, 1)))
         self.long_left -= granted
-        self._longs_due -= not ends
+        self._num_longs_due -= not ends
         return granted
 
     def take_back(self, request: RequestView, tokens: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, Protocol
 
-from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import recommended
 
@@ -98,7 +98,7 @@ class Deferral:
 
     def _compute_threshold(self) -> int:
         model = self._model
-        regime = Regime.from_step_time(
+        backlog = BacklogModel.from_step_time(
             model.time,
             slots=model.max_num_seqs,
             mean_output=max(self._outputs / self._ended - 1, 1.0),
@@ -106,4 +106,4 @@ class Deferral:
             decodes_pause=self._decodes_pause,
             budget=model.max_num_batched_tokens,
         )
-        return recommended(regime, itl_s=self._hold.itl_s, max_delay_s=self._hold.max_s / 2)
+        return recommended(backlog, itl_s=self._hold.itl_s, max_delay_s=self._hold.max_s / 2)

@@ -44,8 +44,8 @@ def require_vllm(option: str, instead: str) -> None:
         )
 
 
-def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngine:
-    """Return a scheduler. Importing vLLM here takes seconds."""
+def make_simulated_engine(model: WorkerModel, *, traced: bool = False) -> SimulatedEngine:
+    """Return an engine. Importing vLLM here takes seconds."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_sched.engine.simulated import EngineSettings, SimulatedEngine
     from vllm_sched.engine.trace import EngineTrace
@@ -60,7 +60,7 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
 class ExactEngine:
     def __init__(self, model: WorkerModel, *, traced: bool = False) -> None:
         self.model = model
-        self.scheduler = make_scheduler(model, traced=traced)
+        self.simulated = make_simulated_engine(model, traced=traced)
         self.steps = 0
         self.busy_s = 0.0  # virtual seconds with a step
         self.scheduler_s = 0.0  # real seconds of scheduling
@@ -100,14 +100,13 @@ class ExactEngine:
         return events
 
     def gauges(self, now: float) -> Gauges:  # noqa: ARG002
-        running, waiting = self.scheduler.counts
         return Gauges(
-            running,
-            waiting + len(self._arrived),
-            self.scheduler.kv_usage,
-            self.scheduler.backlog(),
+            self.simulated.num_running,
+            self.simulated.num_waiting + len(self._arrived),
+            self.simulated.kv_usage,
+            self.simulated.backlog(),
             steps=self.steps,
-            fetching=self.scheduler.deferred,
+            fetching=self.simulated.num_deferred,
         )
 
     def facts(self) -> Mapping[str, Any]:
@@ -115,14 +114,14 @@ class ExactEngine:
             "steps": self.steps,
             "busy_s": self.busy_s,
             "scheduler_s": self.scheduler_s,
-            "preemptions": self.scheduler.preemptions,
-            "policies": self.scheduler.policy_counters(),
+            "preemptions": self.simulated.preemptions,
+            "policies": self.simulated.policy_counters(),
         }
 
     def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
         from vllm_sched.engine.trace import chrome_trace
 
-        if (trace := self.scheduler.trace) is None:
+        if (trace := self.simulated.trace) is None:
             return []
         content = json.loads("".join(chrome_trace(trace.copy(), now)))
         events: list[dict[str, Any]] = content["traceEvents"]
@@ -134,14 +133,14 @@ class ExactEngine:
         self._poll_due = min(self._poll_due, now)
 
     def _run_step(self, now: float, events: list[Event]) -> None:
-        scheduler = self.scheduler
+        simulated = self.simulated
         self._poll_due = inf
         if self._under_way and self._under_way[0][1] <= now:
             self._finish(self._under_way.popleft()[0], now, events)
         self._deliver_arrivals(now, events)
-        while len(self._under_way) < self._depth and scheduler.unfinished:
-            begun = scheduler.schedule(now)
-            for job_id, tokens in scheduler.pop_fetches().items():
+        while len(self._under_way) < self._depth and simulated.num_unfinished:
+            begun = simulated.schedule(now)
+            for job_id, tokens in simulated.pop_fetches().items():
                 self._start_fetch(job_id, tokens, now, events)
             if begun is None:
                 self._check_stuck(now)
@@ -154,7 +153,7 @@ class ExactEngine:
             self.busy_s += seconds
 
     def _finish(self, step: SimulatedStep, now: float, events: list[Event]) -> None:
-        for job_id, tokens, finished, cached in self.scheduler.finish(step, now):
+        for job_id, tokens, finished, cached in self.simulated.finish(step, now):
             if job_id not in self._aborted:
                 events.append(Event(job_id, now, tokens, finished, cached_tokens=cached))
             elif finished:  # free the KV of an aborted prefill leg
@@ -171,27 +170,27 @@ class ExactEngine:
         return self.model.time.seconds(step.shape)
 
     def _deliver_arrivals(self, now: float, events: list[Event]) -> None:
-        scheduler = self.scheduler
+        simulated = self.simulated
         for job in self._arrived:
-            scheduler.add(_request(job), now)
+            simulated.add(_request(job), now)
         if self._aborted:
-            scheduler.abort(self._aborted, now)
+            simulated.abort(self._aborted, now)
         fetched = []
         while self._fetches and self._fetches[0][0] <= now:
             fetched.append(heappop(self._fetches)[1])
         if fetched or self._released:
             events += [Event(each, now, fetched=True) for each in fetched]
-            scheduler.report_transfers(fetched, self._released, now)
+            simulated.report_transfers(fetched, self._released, now)
         self._arrived, self._aborted, self._released = [], [], []
 
     def _check_stuck(self, now: float) -> None:
-        if self._under_way or len(self._fetches) >= self.scheduler.unfinished:
+        if self._under_way or len(self._fetches) >= self.simulated.num_unfinished:
             return
         self._stuck_since = min(self._stuck_since, now)
         if now - self._stuck_since > STUCK_S:
             raise UsageError(
-                f"worker {self.model.name}: {self.scheduler.unfinished} requests are waiting and "
-                f"none was admitted for {STUCK_S:g} s while idle; give it more kv_tokens, "
+                f"worker {self.model.name}: {self.simulated.num_unfinished} requests are waiting "
+                f"and none was admitted for {STUCK_S:g} s while idle; give it more kv_tokens, "
                 "or other policies"
             )
         self._poll_by(now + max(IDLE_POLL_S, IDLE_POLL_SHARE * (now - self._stuck_since)))

@@ -402,7 +402,7 @@ class FluidScheduler:
             return max(int(budget * limits.share), 1)
         shape = StepShape(decodes=self.decoding, context_tokens=self.context, read_tokens=done)
         block = self.model.block_tokens
-        best = best_chunk(self.model.time, shape, budget, itl_s=limits.itl_s, block=block)
+        best = best_chunk(self.model.time, shape, budget, itl_s=limits.itl_s, block_tokens=block)
         most = min(best, left)
         return max(most - for_shorts, most // 2)
 

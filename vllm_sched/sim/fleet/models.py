@@ -24,8 +24,8 @@ from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.types import WorkerModel
+from vllm_sched.workers.connectors import ROLES
 from vllm_sched.workers.flags import parse
-from vllm_sched.workers.transfer import ROLES
 
 # Defaults for calibrated files.
 MAX_MODEL_LEN: Final = 131_072

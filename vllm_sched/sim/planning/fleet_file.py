@@ -14,7 +14,7 @@ import yaml
 
 from vllm_sched.cost.profiles import read_parts
 from vllm_sched.files import write_whole
-from vllm_sched.workers.transfer import CLASSES, CONFIG_FLAG, FAILURE_KEY, ROLES, SIDE_HOST
+from vllm_sched.workers.connectors import CLASSES, CONFIG_FLAG, FAILURE_KEY, ROLES, SIDE_HOST
 
 if TYPE_CHECKING:
     from vllm_sched.sim.planning.plan import FleetPlan

@@ -62,10 +62,10 @@ def test_request_is_charged_as_prefill_until_its_first_token(fleet: Fleet, worke
     lease = charge(fleet, make_info(1000, 50, samples=2, long=True))
     assert (worker.requests, worker.sequences) == (1, 2)
     assert (worker.prefill_tokens, worker.long_tokens, worker.decode_tokens) == (1000, 1000, 100)
-    assert (worker.kv_tokens, worker.decoding) == (1100, 0)
+    assert (worker.kv_tokens, worker.num_decoding) == (1100, 0)
     for _ in range(2):
         fleet.record_first_token(lease, 1.0)
-        assert (worker.prefill_tokens, worker.long_tokens, worker.decoding) == (0, 0, 2)
+        assert (worker.prefill_tokens, worker.long_tokens, worker.num_decoding) == (0, 0, 2)
     assert lease.first_token_at == 1.0
     assert worker.pace.prefills == 1
 
@@ -132,9 +132,9 @@ def test_release_returns_every_charge_once(
 def test_settle_moves_a_non_streaming_request_to_decode(fleet: Fleet, worker: Worker) -> None:
     lease = charge(fleet, make_info(1000, 50, stream=False))
     fleet.start_due_decodes(0.01)
-    assert worker.decoding == 0
+    assert worker.num_decoding == 0
     fleet.start_due_decodes(10.0)
-    assert (worker.decoding, worker.prefill_tokens) == (1, 0)
+    assert (worker.num_decoding, worker.prefill_tokens) == (1, 0)
     assert worker.pace.prefills == 0  # no first token was seen
     fleet.release(lease)
     released = charge(fleet, make_info(1000, 50, stream=False), 10.0)
@@ -156,7 +156,7 @@ def test_first_token_restarts_the_time_of_the_remaining_prefills(
     fleet: Fleet, worker: Worker
 ) -> None:
     worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.0
-    worker.pace.first_due = inf  # this prefill must teach nothing
+    worker.pace.first_token_learnable_at = inf  # this prefill must teach nothing
     first = charge(fleet, make_info(1000))
     charge(fleet, make_info(1000), 0.5)
     assert worker.wait_s(4.0, for_long=False) == pytest.approx(0.4 + 3.0)
@@ -200,7 +200,7 @@ def test_first_token_after_its_due_time_counts_no_request_twice(
     lease = charge(fleet, make_info(1000, 50, samples=2, stream=False, generates=generates))
     fleet.start_due_decodes(60.0)
     fleet.record_first_token(lease, 61.0)
-    assert (worker.prefill_tokens, worker.decoding) == (0, 2 if generates else 0)
+    assert (worker.prefill_tokens, worker.num_decoding) == (0, 2 if generates else 0)
     fleet.release(lease)
     assert idle([worker])
 
@@ -212,9 +212,9 @@ def test_handed_over_request_that_is_silent_decodes_once() -> None:
     decision = Decision(decode, Reason.HANDOVER, handover=legs)
     lease = fleet.charge(make_info(1000, 50, samples=2, stream=False), decision, 0.0)
     fleet.hand_over(lease, 1.0)
-    assert decode.decoding == 0
+    assert decode.num_decoding == 0
     for event in (fleet.start_due_decodes, lambda now: fleet.record_first_token(lease, now)):
         event(60.0)
-        assert decode.decoding == 2
+        assert decode.num_decoding == 2
     fleet.release(lease)
     assert idle([prefill, decode])

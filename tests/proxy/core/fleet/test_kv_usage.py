@@ -78,7 +78,7 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
     waits_s = {score.worker: score.wait_s for score in router.placer.explain(request, 1.0).scores}
     assert 0.0 < waits_s["a"] < waits_s["b"]
     assert placed(router.submit(request, 1.0)).worker.name == "a"
-    worker_of(router, "a").kv_apart = 1.0  # the worker shares nothing
+    worker_of(router, "a").kv_unshared = 1.0  # the worker shares nothing
     assert placed(router.submit(make_info(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
@@ -110,9 +110,9 @@ def test_page_with_free_cache_makes_room_until_it_is_old() -> None:
         sent += 1
         assert sent < 60, "requests sent since the page are charged"
     set_page(router, 2.0, 0.1, running=20)
-    assert worker.kv_spare > 0
+    assert worker.kv_overcharged > 0
     router.fleet.charge(make_info(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + MAX_PAGE_AGE_S)
-    assert worker.kv_spare == 0  # the page is too old
+    assert worker.kv_overcharged == 0  # the page is too old
 
 
 def test_prefills_without_first_token_are_added_to_the_page() -> None:
@@ -200,15 +200,15 @@ def test_page_sets_spare_tokens_and_sharing(
     [worker] = members(fleet_of(spec("a")))
     worker.kv_capacity, worker.kv_tokens, worker.sequences = 1000, 600, sequences
     worker.decode_tokens, worker.kv_coming = 50, 30
-    worker.pace.missing, worker.kv_apart, worker.running_prefixes.saved = 0.25, 0.1, 1000
+    worker.pace.missing, worker.kv_unshared, worker.running_prefixes.saved = 0.25, 0.1, 1000
     learn_from_page(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
-    assert (worker.kv_spare, worker.kv_more) == (spare, more)
-    assert worker.kv_apart == pytest.approx(apart)
+    assert (worker.kv_overcharged, worker.kv_uncharged) == (spare, more)
+    assert worker.kv_unshared == pytest.approx(apart)
 
 
 def test_extra_tokens_of_a_page_expire() -> None:
     [worker] = members(fleet_of(spec("a")))
-    worker.kv_more, worker.gauges = 7, Gauges(10.0)
+    worker.kv_uncharged, worker.gauges = 7, Gauges(10.0)
     for late_s, tokens in ((0.0, 7), (MAX_PAGE_AGE_S, 7), (MAX_PAGE_AGE_S + 0.1, 0)):
         assert uncharged_tokens(worker, 10.0 + late_s) == tokens
     worker.gauges = None

@@ -13,8 +13,8 @@ from tests.proxy.core.making import LONG, MODEL, SHORT, fleet_of, make_info, mem
 def open_names(
     pool: Pool, request: RequestInfo, fleet: Fleet | None = None, now: float = 0.0
 ) -> list[str]:
-    resting = fleet.roster.ejections.resting if fleet else ()
-    return sorted(worker.name for worker in pool.available_workers(request, now, resting, ()))
+    ejected = fleet.roster.ejections.ejected if fleet else ()
+    return sorted(worker.name for worker in pool.available_workers(request, now, ejected, ()))
 
 
 def charge(fleet: Fleet, worker: Worker, request: RequestInfo | None = None) -> Lease:

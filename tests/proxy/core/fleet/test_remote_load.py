@@ -31,7 +31,9 @@ class Peers:
         if worker is not self.fills:
             return False
         self.fills = None
-        self.fleet.health.apply_remote_load(worker, WorkerLoad(requests=worker.most), 0.0, now)
+        self.fleet.health.apply_remote_load(
+            worker, WorkerLoad(requests=worker.request_limit), 0.0, now
+        )
         return True
 
 
@@ -58,9 +60,9 @@ def test_remote_charges_do_not_change_own_charges() -> None:
         router.fleet.health.apply_remote_load(worker, remote, 0.0, 1.0)
     assert own(worker) == before
     assert worker.requests == before.requests + 4
-    assert worker.decoding == 2
+    assert worker.num_decoding == 2
     router.leases.finish(lease, 2.0, Outcome.DONE)
-    assert own(worker) == WorkerLoad(placed=1), "only the total stays"
+    assert own(worker) == WorkerLoad(total_placed=1), "only the total stays"
     router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
     assert idle([worker])
 
@@ -85,7 +87,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
         remote.fleet.health.record_failure(remote_worker, 5.0)
     local.fleet.health.take_breaker(local_worker, remote_worker.breaker.snapshot())
     assert not local_worker.breaker.closed
-    assert local_worker in local.fleet.roster.ejections.resting
+    assert local_worker in local.fleet.roster.ejections.ejected
     assert not local_worker.accepts(5.1)
     lease = placed(local.submit(make_info(), 6.0))  # the trial
     assert lease.trial
@@ -94,7 +96,7 @@ def test_latest_breaker_state_of_any_process_applies() -> None:
     local.leases.record_first_token(lease, 6.1)
     remote.fleet.health.take_breaker(remote_worker, local_worker.breaker.snapshot())
     assert remote_worker.breaker.has_no_failures
-    assert remote_worker not in remote.fleet.roster.ejections.resting
+    assert remote_worker not in remote.fleet.roster.ejections.ejected
     assert remote_worker.accepts(6.1)
 
 

@@ -250,11 +250,11 @@ def test_page_values_expire_without_new_pages() -> None:
             "a", Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0})
         )
     fleet.health.drop_old_gauges("a", 2.0 + MAX_PAGE_AGE_S)  # a page may still come
-    assert (worker.foreign_requests, worker.queued, worker.slots) == (6, 2, 6)
+    assert (worker.foreign_requests, worker.queued, worker.learned_slots) == (6, 2, 6)
     assert worker.wait_s(0.0, for_long=True) > own
     fleet.health.drop_old_gauges("a", 2.1 + MAX_PAGE_AGE_S)
     assert worker.gauges is None
-    assert (worker.foreign_requests, worker.queued, worker.slots) == (0, 0, math.inf)
+    assert (worker.foreign_requests, worker.queued, worker.learned_slots) == (0, 0, math.inf)
     assert worker.wait_s(0.0, for_long=True) == own
     assert (worker.prompt_price, worker.output_price) == prices
     assert worker.kv_capacity == 8000
@@ -318,7 +318,7 @@ def test_renamed_worker_inherits_charges() -> None:
     assert placed(router.submit(make_info(2000), 0.1)).worker is other  # with half the work
     fleet.record_first_token(lease, 0.4)
     assert successor.wait_s(0.4, for_long=False) == 0.0
-    assert successor.decoding == 2
+    assert successor.num_decoding == 2
     assert successor.prompt_price == pytest.approx(before.prompt_price)
     fleet.record_tokens(lease, 100)
     assert successor.decode_tokens == before.decode_tokens == 500
@@ -351,9 +351,9 @@ def test_renamed_worker_keeps_pinned_blocks_until_fetched() -> None:
     fleet.hand_over(lease, 0.1)
     fleet.roster.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
     successor = present(fleet.roster.get("q"))
-    assert (successor.requests, successor.pinned) == (0, 1)
+    assert (successor.requests, successor.unfetched_handovers) == (0, 1)
     fleet.record_first_token(lease, 0.2)
-    assert successor.pinned == 0
+    assert successor.unfetched_handovers == 0
     assert not fleet.roster.leaving
     fleet.release(lease)
 

@@ -68,11 +68,11 @@ def test_learnt_slots_recover_after_a_queue() -> None:
     router = make_router()
     decoding_handovers(router, 8)
     set_page(router, 1.0, 1, 7)
-    assert set_page(router, 2.0, 1, 7).slots == 1.0
-    assert set_page(router, 3.0, 8).slots == 2.25
+    assert set_page(router, 2.0, 1, 7).learned_slots == 1.0
+    assert set_page(router, 3.0, 8).learned_slots == 2.25
     for second in range(4, 60):
         set_page(router, float(second), 8)
-    assert worker_of(router, "d0").slots > 100_000
+    assert worker_of(router, "d0").learned_slots > 100_000
 
 
 # Effect on placement
@@ -111,7 +111,7 @@ def test_uncharged_cache_usage_of_a_page_takes_room(rule: str) -> None:
     """Requests of other routers or longer answers than expected."""
     router = make_router(policy=rule)
     decoding_handovers(router, 1)
-    assert set_page(router, 1.0, 1, usage=0.8, cache=SMALL_CACHE).kv_more == 80_000 - LONG - 50
+    assert set_page(router, 1.0, 1, usage=0.8, cache=SMALL_CACHE).kv_uncharged == 80_000 - LONG - 50
     assert placed(router.submit(make_info(1000), 1.0)).prefill is not None  # it fits
     ticket = waits(router.submit(make_info(20_000), 1.0))
     assert worker_of(router, "p0").requests == 1
@@ -203,7 +203,7 @@ def test_long_slot_wait_ends_in_one_handover_at_a_time(rule: str) -> None:
 def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     router = make_router()
     decoding_handovers(router, 4)
-    before = router.placer.transfer_times("m").all.seen
+    before = router.placer.transfer_times["m"].all.seen
     pace = worker_of(router, "d0").pace
     short = placed(router.submit(make_info(1), 0.0))
     assert short.prefill is None
@@ -214,7 +214,7 @@ def test_slot_wait_teaches_neither_pace_nor_transfer_time() -> None:
     router.leases.record_first_token(short, 9.0)
     router.leases.record_first_token(long, 9.0)
     assert (pace.token_s, pace.fixed_s) == learned
-    assert router.placer.transfer_times("m").all.seen == before
+    assert router.placer.transfer_times["m"].all.seen == before
     set_page(router, 10.0, 4)
     short = placed(router.submit(make_info(1), 10.0))
     router.leases.record_first_token(short, 10.5)

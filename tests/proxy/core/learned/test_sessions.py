@@ -79,7 +79,7 @@ def test_only_the_last_visits_are_kept() -> None:
 
 
 def test_idle_sessions_are_forgotten() -> None:
-    sessions = Sessions(most=3)
+    sessions = Sessions(max_sessions=3)
     for key in (1, 2, 3, 1, 4):
         sessions.get_or_create(key, 0.0)
     assert [key for key in range(9) if sessions.get(key)] == [1, 3, 4]

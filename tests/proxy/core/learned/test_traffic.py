@@ -20,7 +20,7 @@ def test_long_share_is_prefill_time_over_elapsed_time() -> None:
     traffic = Traffic()
     for i in range(100):
         traffic.record_long(i * 10.0, prefill_s=4.0)
-    assert traffic.long_share(995.0) == pytest.approx(0.4, rel=0.15)
+    assert traffic.workers_with_longs(995.0) == pytest.approx(0.4, rel=0.15)
     assert (traffic.longs_ever, traffic.long_s_ever) == (100, 400.0)
 
 

@@ -259,10 +259,10 @@ def test_turns_ahead_count_on_a_worker_without_a_limit() -> None:
         worker.kv_capacity = 2_500_000
     name = serve_first_turn(router)
     worker = worker_of(router, name)
-    written = worker.written
+    written = worker.total_written
     while not worker.is_full:
         occupy(router, name, prompt=1_200_000, output=200)
-    worker.written = written  # the prompts are cached parts of others
+    worker.total_written = written  # the prompts are cached parts of others
     tickets = [waits(router.submit(turn(), 11.0)) for _ in range(2)]
     seconds = [present(ticket.cache_wait).seconds for ticket in tickets]
     assert 0.0 < seconds[0] < seconds[1]

@@ -180,7 +180,7 @@ def test_deadline_chooses_a_worker_that_can_meet_it() -> None:
         router = make_router("w", "fast", most=8)
         fast = worker_of(router, "fast")
         # What its decodes lose makes it dearer.
-        fast.pace.token_s, fast.pace.each_s, fast.decoding = TOKEN_S / 4, 100.0, 5
+        fast.pace.token_s, fast.pace.each_s, fast.num_decoding = TOKEN_S / 4, 100.0, 5
         for worker in router.fleet.roster:
             worker.reprice()
         assert placed(router.submit(fresh(deadline=deadline), 0.0)).worker.name == chosen

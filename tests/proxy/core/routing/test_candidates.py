@@ -69,7 +69,7 @@ def test_beginning_that_other_workers_hold_is_expected_on_all_visited() -> None:
     roster = router.fleet.roster
     roster.prefixes.record(PREFIX[:20], worker_of(router, "w2").index)
     w0 = worker_of(router, "w0")
-    w0.kv_capacity, w0.written = PROMPT, w0.written + 2 * PROMPT
+    w0.kv_capacity, w0.total_written = PROMPT, w0.total_written + 2 * PROMPT
     scores = {s.worker: s.cached_tokens for s in router.placer.explain(turn_info(), 2.0).scores}
     assert scores["w0"] == scores["w2"] > scores["w1"] == 0
 

@@ -145,7 +145,7 @@ def test_decode_pace_is_taken_from_the_prefill_worker_for_longs() -> None:
     assert (
         placed(router.submit(make_info(LONG), 0.0)).prefill is None
     )  # the length is not learned yet
-    first.learn_length(LONG)
+    first.learn_handover_tokens(LONG)
     assert placed(router.submit(make_info(LONG), 0.0)).prefill is not None
     assert placed(router.submit(make_info(100), 0.0)).prefill is None
 
@@ -156,8 +156,8 @@ def test_prompt_length_is_learnt_for_prefill_workers() -> None:
         lease = placed(router.submit(make_info(size), 0.0))
         router.leases.end_prefill(lease, 1.0, None)
         router.leases.finish(lease, 2.0, Outcome.DONE)
-    assert worker_of(router, "p0").pace.length == pytest.approx(11_000)
-    assert worker_of(router, "d0").pace.length == 0.0
+    assert worker_of(router, "p0").pace.handover_tokens == pytest.approx(11_000)
+    assert worker_of(router, "d0").pace.handover_tokens == 0.0
 
 
 def test_longer_prefill_on_the_decode_worker_adds_to_the_ttft() -> None:
@@ -331,7 +331,7 @@ def test_failed_prefill_records_no_prefix_at_the_decode_worker(
 
 def charges(router: Router, name: str) -> tuple[int, ...]:
     w = worker_of(router, name)
-    return w.requests, w.sequences, w.prefill_tokens, w.decode_tokens, w.kv_tokens, w.decoding
+    return w.requests, w.sequences, w.prefill_tokens, w.decode_tokens, w.kv_tokens, w.num_decoding
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -372,7 +372,7 @@ def test_legs_teach_prefill_pace_and_transfer_time() -> None:
         router.leases.finish(lease, now + 3.0, Outcome.DONE, Usage(2000, 50))
     prefill, decode = worker_of(router, "p0"), worker_of(router, "d0")
     assert prefill.pace.first_token_s(2000) == pytest.approx(0.8, rel=0.1)
-    assert router.placer.transfer_times(MODEL).all.seconds(2000) == pytest.approx(0.3, rel=0.1)
+    assert router.placer.transfer_times[MODEL].all.seconds(2000) == pytest.approx(0.3, rel=0.1)
     assert decode.pace.prefills == 0  # no prefill ran on it
     lease = placed(router.submit(make_info(2000, 50), 999.0))
     assert present(lease.decision.handover).transfer_s == pytest.approx(0.3, rel=0.1)
@@ -393,7 +393,7 @@ def test_end_without_a_stream_teaches_the_decode_step_time() -> None:
             router.leases.finish(lease, now, Outcome.DONE)
         now += 10.0
     assert pace.step_s(0.5) == pytest.approx(0.03, rel=0.15)
-    assert pace.end_due > now - 10.0  # not every end teaches
+    assert pace.steps_learnable_at > now - 10.0  # not every end teaches
 
 
 def test_cached_tokens_of_a_handover_count_for_the_prefill_worker() -> None:
@@ -461,7 +461,7 @@ def test_no_handover_if_the_transfer_outlasts_the_blocks(above: int | None) -> N
     router = make_router(disaggregate_above=above, transfer_within_s=24.0)
     place_decoding(router, count=1)
     for _ in range(50):
-        router.placer.transfer_times(MODEL).all.learn(LONG, 30.0)
+        router.placer.transfer_times[MODEL].all.learn(LONG, 30.0)
     assert placed(router.submit(make_info(LONG), 0.0)).prefill is None
     assert placed(router.submit(make_info(LONG // 2), 0.0)).prefill is not None or above is None
 
@@ -520,7 +520,7 @@ def test_transfer_time_is_learnt_per_pair() -> None:
     router = make_router(decodes=2, disaggregate_above=None)
     place_decoding(router, "d0", 1)
     place_decoding(router, "d1", 1)
-    times = router.placer.transfer_times(MODEL)
+    times = router.placer.transfer_times[MODEL]
     for _ in range(20):
         times.learn("p0", "d0", LONG, 30.0)
         times.learn("p0", "d1", LONG, 0.01)

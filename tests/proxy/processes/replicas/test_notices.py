@@ -23,12 +23,15 @@ class Host:
 def test_news_are_sent_once_and_all_to_a_replica_that_joins() -> None:
     host, other = Host(), Host()
     host.notices.report(StoredResponses((FIRST,)))
-    host.notices.report(WorkerDrained("a", draining=True, now=True))
+    host.notices.report(WorkerDrained("a", draining=True, at_once=True))
     assert host.notices.has_new
     update = host.update()
     assert not host.notices.has_new
     other.notices.apply(update)
-    assert other.sent == [WorkerDrained("a", draining=True, now=True), StoredResponses((FIRST,))]
+    assert other.sent == [
+        WorkerDrained("a", draining=True, at_once=True),
+        StoredResponses((FIRST,)),
+    ]
     other.notices.apply(update)
     assert len(other.sent) == 2
     assert not other.notices.has_new

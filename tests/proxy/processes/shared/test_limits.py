@@ -237,7 +237,7 @@ def test_clear_is_atomic_for_readers(
         def step(sheet: ProcessSheet, *numbers: object) -> None:
             write(sheet, *numbers)
             group.now += READ_INTERVAL_S
-            group.sharings[1].read_remote_charges(group.now)
+            group.shared_loads[1].read_remote_charges(group.now)
             standings.extend(tenant(group, 1, name).standings[Rank.STANDARD] for name in "tu")
 
         return step
@@ -349,8 +349,8 @@ def test_simultaneous_lifts_of_a_tenant_count_once(make_all: MakeGroup) -> None:
     placed(submit(group, 0))
     for index in (0, 1):
         tenant(group, index).lift(Rank.STANDARD, 500.0)
-    for sharing in group.sharings:
-        sharing.flush()
+    for shared_load in group.shared_loads:
+        shared_load.flush()
     group.read_all(after_s=1.0)
     assert [tenant(group, index).standings[Rank.STANDARD] for index in (0, 1)] == [500.0, 500.0]
 
@@ -426,11 +426,11 @@ def test_only_changed_tenants_are_read(
     assert rows == []
     for name in ("t7", "t9", "t7"):
         placed(submit(group, 0, name))
-    group.sharings[1].read_remote_charges(group.now)
+    group.shared_loads[1].read_remote_charges(group.now)
     assert len(rows) == 2 == len(set(rows))
     assert [tenant(group, 1, name).ledger.running_elsewhere for name in ("t7", "t9")] == [3, 1]
     group.now += FULL_READ_INTERVAL_S
-    group.sharings[1].read_remote_charges(group.now)
+    group.shared_loads[1].read_remote_charges(group.now)
     assert len(rows) == 202, "a full read finds missed changes"
 
 
@@ -439,8 +439,8 @@ def test_more_tenants_than_rows_are_logged(
     make_all: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = group_of(make_all, TenantSpec("t"))
-    for sharing in group.sharings:
-        for part in sharing.parts:
+    for shared_load in group.shared_loads:
+        for part in shared_load.parts:
             if isinstance(part, tenancy.SharedLimits):
                 monkeypatch.setattr(group.tables[0], "tenant_row", lambda _: None)
     with caplog.at_level(logging.ERROR):

@@ -34,18 +34,18 @@ from tests.proxy.processes.virtual_group import HostGroup, MakeGroup, VirtualGro
 def host(make_processes: MakeGroup) -> VirtualGroup:
     """Make the only process of a host, whose supervisor awaits urgent changes."""
     group = make_processes(1, spec("a"))
-    [sharing], [table] = group.sharings, group.tables
-    sharing.urgent = UrgentChanges(table, sharing.sheet, lambda: None)
+    [shared_load], [table] = group.shared_loads, group.tables
+    shared_load.urgent = UrgentChanges(table, shared_load.sheet, lambda: None)
     table.awaits_urgent = True
     return group
 
 
 def test_urgent_changes_are_reported_after_they_are_written(host: VirtualGroup) -> None:
-    [sharing], [table] = host.sharings, host.tables
+    [shared_load], [table] = host.shared_loads, host.tables
     tokens: list[int] = []
-    row = present(sharing.row(host.worker(0, "a")))
-    sharing.urgent = UrgentChanges(
-        table, sharing.sheet, lambda: tokens.append(sharing.sheet.read_load(row)[0][2])
+    row = present(shared_load.row(host.worker(0, "a")))
+    shared_load.urgent = UrgentChanges(
+        table, shared_load.sheet, lambda: tokens.append(shared_load.sheet.read_load(row)[0][2])
     )
     host.submit(0, prompt=LARGE_PREFILL_TOKENS)
     assert tokens == [LARGE_PREFILL_TOKENS]
@@ -67,24 +67,24 @@ def wake_supervisor(group: VirtualGroup) -> None:
 def test_urgent_changes_are_found_before_they_are_written(
     host: VirtualGroup, change: Callable[[VirtualGroup], object]
 ) -> None:
-    sharing = host.sharings[0]
+    shared_load = host.shared_loads[0]
     host.end_turn()
     placed(host.routers[0].submit(make_info(), host.now))
-    assert not sharing.has_urgent()
+    assert not shared_load.has_urgent()
     change(host)
-    assert sharing.has_urgent()
+    assert shared_load.has_urgent()
     host.end_turn()
-    sharing.table.awaits_urgent = True
-    assert not sharing.has_urgent()
+    shared_load.table.awaits_urgent = True
+    assert not shared_load.has_urgent()
 
 
 def test_starts_and_ends_of_large_prompts_are_urgent(host: VirtualGroup) -> None:
-    router, sharing = host.routers[0], host.sharings[0]
+    router, shared_load = host.routers[0], host.shared_loads[0]
 
     def is_urgent() -> bool:
-        found = sharing.has_urgent()
+        found = shared_load.has_urgent()
         host.end_turn()
-        sharing.table.awaits_urgent = True
+        shared_load.table.awaits_urgent = True
         return found
 
     small = [router.submit(make_info(LARGE_PREFILL_TOKENS - 1), host.now) for _ in range(20)]
@@ -180,14 +180,14 @@ def test_panic_is_shared(make_all: MakeGroup) -> None:
 def test_load_is_read_once_per_interval(make_processes: MakeGroup) -> None:
     group = make_processes(2, spec("a"))
     group.submit(0)
-    group.sharings[1].read_remote_charges(group.now)
+    group.shared_loads[1].read_remote_charges(group.now)
     before = group.now
     group.routers[0].submit(make_info(), group.now)
     for callback in group.callbacks:
         callback()
-    group.sharings[1].read_remote_charges(before)
+    group.shared_loads[1].read_remote_charges(before)
     assert group.worker(1, "a").requests == 1
-    group.sharings[1].read_remote_charges(before + READ_INTERVAL_S)
+    group.shared_loads[1].read_remote_charges(before + READ_INTERVAL_S)
     assert group.worker(1, "a").requests == 2
 
 
@@ -218,9 +218,9 @@ def test_limit_check_reads_one_number_per_process(
         for _ in range(2):
             group.routers[index].fleet.charge(make_info(), decision, group.now)
     assert a.requests == 0
-    assert group.sharings[3].is_filled_by_others(a, group.now)
+    assert group.shared_loads[3].is_filled_by_others(a, group.now)
     assert a.requests == 6
-    assert group.worker(3, "a").shut
+    assert group.worker(3, "a").unavailable
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -301,7 +301,7 @@ def test_request_at_a_filled_worker_is_reconsidered_later(
 def test_unpublished_change_is_found_by_a_full_read(make_group: MakeGroup) -> None:
     group = make_group(2, spec("a"))
     group.read_all()
-    group.sharings[0].sheet.write_load(0, WorkerLoad(requests=5), 0.0)
+    group.shared_loads[0].sheet.write_load(0, WorkerLoad(requests=5), 0.0)
     group.now += READ_INTERVAL_S
     group.read_all()
     assert group.worker(1, "a").requests == 0
@@ -317,31 +317,31 @@ def test_row_of_a_removed_worker_is_kept_until_its_last_request(make_group: Make
     for index in range(2):
         worker = group.worker(index, "a")
         group.routers[index].fleet.roster.remove("a")
-        group.sharings[index].forget_worker(worker)
-    assert not group.sharings[1].is_free(0)
-    assert group.sharings[1].row(lease.worker) is None
-    assert group.sharings[0].row(lease.worker) == 0
+        group.shared_loads[index].forget_worker(worker)
+    assert not group.shared_loads[1].is_free(0)
+    assert group.shared_loads[1].row(lease.worker) is None
+    assert group.shared_loads[0].row(lease.worker) == 0
     group.finish(0, lease)
-    assert group.sharings[1].is_free(0)
-    assert group.sharings[0].row(lease.worker) is None
+    assert group.shared_loads[1].is_free(0)
+    assert group.shared_loads[0].row(lease.worker) is None
 
 
 def test_rows_are_reused_when_no_process_uses_them(make_processes: MakeGroup) -> None:
     group = make_processes(2, spec("a"))
-    rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=2)
+    rows = WorkerRows(group.shared_loads[0], lambda: group.now, max_rows=2)
     assert [rows.take() for _ in range(3)] == [0, 1, None]
     rows.release(0)
     assert rows.take() is None
-    group.sharings[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
+    group.shared_loads[1].sheet.write_load(0, WorkerLoad(requests=1), 0.0)
     group.now += ROW_REUSE_AFTER_S
     assert rows.take() is None
-    group.sharings[1].sheet.write_load(0, WorkerLoad(), 0.0)
+    group.shared_loads[1].sheet.write_load(0, WorkerLoad(), 0.0)
     assert rows.take() == 0
 
 
 def test_new_leader_continues_the_assignment_of_rows(make_all: MakeGroup) -> None:
     group = make_all(2, spec("a"))
-    rows = WorkerRows(group.sharings[0], lambda: group.now, max_rows=4)
+    rows = WorkerRows(group.shared_loads[0], lambda: group.now, max_rows=4)
     rows.adopt({2, 0})
     assert [rows.take() for _ in range(2)] == [3, None]
     group.now += ROW_REUSE_AFTER_S
@@ -354,30 +354,30 @@ def test_reused_row_does_not_keep_a_breaker(make_all: MakeGroup) -> None:
     group.end_turn()
     group.now += ROW_REUSE_AFTER_S
     newcomer = group.routers[0].fleet.roster.add(spec("c"))
-    group.sharings[0].share_worker(newcomer, 0, group.now)
+    group.shared_loads[0].share_worker(newcomer, 0, group.now)
     assert newcomer.breaker.closed
 
 
 def test_only_process_of_a_host_reads_other_hosts_after_their_changes(make_any: MakeGroup) -> None:
     group = make_any(HostGroup, 1, spec("a"))
-    [sharing], [table] = group.sharings, group.tables
-    worker, row = group.worker(0, "a"), sharing.row(group.worker(0, "a"))
+    [shared_load], [table] = group.shared_loads, group.tables
+    worker, row = group.worker(0, "a"), shared_load.row(group.worker(0, "a"))
     assert row is not None
     table.remote_in_use = 1
     other = table.sheet(1)
     for requests in (1, 2):
-        sharing.read_remote_charges(group.now)
+        shared_load.read_remote_charges(group.now)
         other.write_load(row, WorkerLoad(requests), 0.0)
         other.mark_changed(row)
         group.now += 1.1 * REMOTE_INTERVAL_S
-        sharing.read_remote_charges(group.now)
+        shared_load.read_remote_charges(group.now)
         assert worker.requests == requests - 1
         if requests == 1:
             table.updates += 1
             group.now += 1.1 * REMOTE_INTERVAL_S
         else:
             group.now += LOOK_INTERVAL_S
-        sharing.read_remote_charges(group.now)
+        shared_load.read_remote_charges(group.now)
         assert worker.requests == requests
 
 
@@ -393,7 +393,7 @@ def test_messages_of_the_same_moment_are_read_together(
 ) -> None:
     """When a message comes and when it is looked for, in ms: 3 ms are a pause, 5 ms the limit."""
     group = make_any(HostGroup, 1, spec("a"))
-    peers, now = group.sharings[0].peers, group.now
+    peers, now = group.shared_loads[0].peers, group.now
     peers.settle_s = SETTLE_S
     assert peers.may_have_news(now)
     for heard_ms, looked_ms, expected in moments:

@@ -102,7 +102,7 @@ def test_prompts_of_others_are_recorded_once_they_are_asked_for(make_group: Make
     assert len(prefixes) == 4
     assert prefixes.matches((100, 101, 102))[0][0] == 3
     group.read_all()
-    assert group.sharings[1].sheet.read_log(0)[0] == 0
+    assert group.shared_loads[1].sheet.read_log(0)[0] == 0
 
 
 @pytest.mark.plain("replaces a part")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.worker_load import WorkerLoad
 from proxy.core.queue.buckets import LastDispatch
 from proxy.processes.shared.process_sheet import (
@@ -29,7 +30,7 @@ from proxy.processes.shared.shared_memory import SharedTable
 from proxy.wire.worker.connection import WorkerError
 
 LOAD = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-BREAKER = (False, True, 12.5, 3, 2, 11.0, "503")
+BREAKER = BreakerSnapshot(False, True, 12.5, 3, 2, 11.0, "503")
 
 
 @pytest.fixture
@@ -43,11 +44,11 @@ def table() -> Iterator[SharedTable]:
 def test_reason_of_an_open_breaker_is_stored(table: SharedTable, why: str) -> None:
     sheet = table.sheet(1)
     for flags in ((True, False), (False, True), (False, False)):
-        breaker = (*flags, 12.5, 3, 2, 11.0, str(why))
+        breaker = BreakerSnapshot(*flags, 12.5, 3, 2, 11.0, str(why))
         sheet.write_breaker(0, 7.0, breaker)
         assert sheet.read_breaker(0) == (7.0, breaker)
-    sheet.write_breaker(0, 7.0, (*BREAKER[:-1], "unknown"))
-    assert sheet.read_breaker(0)[1] == (*BREAKER[:-1], "")
+    sheet.write_breaker(0, 7.0, BREAKER._replace(why="unknown"))
+    assert sheet.read_breaker(0)[1] == BREAKER._replace(why="")
 
 
 def test_sheets_do_not_overlap(table: SharedTable) -> None:
@@ -126,7 +127,7 @@ def test_row_is_in_use_while_it_has_charges(table: SharedTable) -> None:
     assert not sheet.has_charges(3)
     sheet.write_load(3, WorkerLoad(requests=1), 0.0)
     assert sheet.has_charges(3)
-    sheet.write_load(3, WorkerLoad(written=10, placed=2), 9.0)
+    sheet.write_load(3, WorkerLoad(total_written=10, total_placed=2), 9.0)
     assert not sheet.has_charges(3)
     sheet.wipe(3)
     assert sheet.read_load(3) == (WorkerLoad(), 0.0)

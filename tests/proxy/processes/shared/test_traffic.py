@@ -27,7 +27,7 @@ def test_traffic_rates_are_shared(make_all: MakeGroup) -> None:
         group.read_all(after_s=max(EXCHANGE_INTERVAL_S, LOOK_INTERVAL_S))
     traffics = [router.placer.traffic[MODEL] for router in group.routers]
     rates = [traffic.shorts_per_s(group.now) for traffic in traffics]
-    shares = [traffic.long_share(group.now) for traffic in traffics]
+    shares = [traffic.workers_with_longs(group.now) for traffic in traffics]
     assert rates == pytest.approx([15 / 20] * 3, rel=0.02)
     assert shares == pytest.approx([shares[0]] * 3, rel=0.02)
     assert all(traffic.has_recent_longs(group.now) for traffic in traffics)

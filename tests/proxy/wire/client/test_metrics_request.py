@@ -32,7 +32,7 @@ def start_request(
     site: Site, pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
 ) -> tuple[MetricsRequest, RecordingClient]:
     """Start a request for a page that `pages` writes."""
-    site.wire.pages = pages
+    site.wire.write_metrics = pages
     client = RecordingClient()
     request = MetricsRequest(site.wire, client, Request(RequestHead(), b""))
     request.start(0.0)
@@ -59,7 +59,7 @@ async def test_client_that_left_gets_no_metrics_page(site: Site, leaves: bool, f
     await asyncio.sleep(0)
     status = "HTTP/1.1 503 Se" if fails else "HTTP/1.1 200 OK"
     assert client.written == ([] if leaves else [status, "done"])
-    assert not site.wire.visits
+    assert not site.wire.local_requests
 
 
 async def test_client_that_leaves_cancels_the_metrics_page(site: Site) -> None:
@@ -78,4 +78,4 @@ async def test_client_that_leaves_cancels_the_metrics_page(site: Site) -> None:
         await request._found
     await asyncio.sleep(0)
     assert client.written == []
-    assert not site.wire.visits
+    assert not site.wire.local_requests

@@ -50,9 +50,9 @@ def connection(site: Site) -> ClientConnection:
 
 async def send(site: Site, client: Client, data: bytes) -> None:
     """Send data, and wait until the router has it."""
-    before = connection(site)._arrival._body_bytes
+    before = connection(site)._upload._body_bytes
     await client.send(data)
-    await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
+    await eventually(lambda: connection(site)._upload._body_bytes == before + len(data))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/files"])
@@ -147,7 +147,7 @@ async def test_time_of_the_previous_response_does_not_count(
     client = await site.send(chat())
     await site.fake.got(1)
     client.writer.write(large[:ahead])
-    await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD_BYTES))
+    await eventually(lambda: connection(site)._ahead_bytes >= min(ahead, MAX_AHEAD_BYTES))
     for exchange in site.wire.exchanges:
         exchange.deadline = inf
     await site.pass_time(5 * GRACE_S)

@@ -127,7 +127,7 @@ async def test_error_in_one_queued_request_does_not_affect_others(
         usual(exchange, now, answer)
 
     monkeypatch.setattr(Exchange, "placement_decided", placed)
-    site.worker().most = 3  # room for both queued requests
+    site.worker().request_limit = 3  # room for both queued requests
     site.wire.dispatch_queued(site.clock())
     assert (await clients[1].answer()).status == 503
     gate.set()

@@ -114,7 +114,7 @@ async def test_last_events_of_a_stream_count_no_tokens(
     site: Site, metrics: Metrics, count: int, gap_s: float, *, with_usage: bool
 ) -> None:
     tokens: list[int] = []
-    metrics.at_end = (lambda seen, *_: tokens.append(seen.opening + seen.tokens),)
+    metrics.at_end = (lambda seen, *_: tokens.append(seen.output_tokens),)
     site.always(scripts.stream(count, gap_s=gap_s, with_usage=with_usage))
     assert (await site.ask(chat(stream=True))).status == 200
     await site.settled()

@@ -452,7 +452,7 @@ async def test_too_long_error_of_the_largest_worker_passes(start: Start) -> None
     site.fakes["long"].always(scripts.error(400, "maximum context length is 131072"))
     answer = await site.ask(chat())
     assert (answer.status, answer.error()["message"]) == (400, "maximum context length is 131072")
-    limits = [site.worker(call.connection.worker.name).limit for call in site.served()]
+    limits = [site.worker(call.connection.worker.name).context_limit for call in site.served()]
     assert limits == sorted(set(limits))
 
 

@@ -93,12 +93,12 @@ class Stream:
         head, _, framed = got.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         gaps = sum(series.cumulative()[-1] for series in self.metrics.gaps.values())
-        assert gaps <= record.tokens
+        assert gaps <= record.later_tokens
         assert record.sent_bytes == len(got)
         lease = self.exchange._attempt.lease
         assert lease is not None
         body = dechunked(framed)
-        return body, record.opening + record.tokens, lease.seen_tokens, lease.decode_tokens, (
+        return body, record.output_tokens, lease.seen_tokens, lease.decode_tokens, (
             self.metrics.router.sizer.learned("tiny", ROUTE.name).outputs
         ), self.client.is_over  # fmt: skip
 

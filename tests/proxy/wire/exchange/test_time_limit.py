@@ -150,7 +150,7 @@ async def test_time_limit_starts_at_the_first_byte_of_the_head(start: Start) -> 
     client, data = await site.client(), chat()
     await client.send(data[:30])
     [connection] = site.wire.clients
-    await eventually(lambda: connection._arrival._came_at == site.clock())
+    await eventually(lambda: connection._upload._came_at == site.clock())
     site.skip(0.6 * LIMIT_S)
     await client.send(data[30:])
     await site.fake.got(1)

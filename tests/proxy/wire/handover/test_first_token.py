@@ -84,7 +84,7 @@ async def test_opening_does_not_stop_the_lease_timeout(start: Start, path: str) 
 
     here.kv.inject("decode", Faults(during=hang))
     client = await here.send(body_of(path), path=path)
-    await eventually(lambda: any(handover._early for handover in handovers(here)))
+    await eventually(lambda: any(handover._opening for handover in handovers(here)))
     here.site.skip(26.5)  # the blocks are kept for 30 s
     assert (await client.answer()).body.endswith(scripts.DONE)
     await here.settled()

@@ -155,7 +155,7 @@ async def test_client_that_does_not_read_makes_no_transfer_late(start: Start) ->
     await eventually(lambda: not exchange.client.writable)
     gate.set()
     handover = exchange._attempt.handover
-    await eventually(lambda: handover._early)
+    await eventually(lambda: handover._opening)
     rest.set()
     await eventually(lambda: not handover.is_fetch_pending)
     here.site.skip(TOO_LATE_S)

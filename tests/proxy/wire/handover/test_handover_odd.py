@@ -101,7 +101,7 @@ async def test_prompt_prefilled_twice_counts_as_no_transfer(here: Pairs, stream:
     await here.settled()
     assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
     assert here.site.metrics.handovers.tokens == {}
-    assert here.site.router.placer.transfer_times("tiny").all.seen == 0
+    assert here.site.router.placer.transfer_times["tiny"].all.seen == 0
     if not stream:  # the share of the prefill is unknown
         assert here.site.worker("d0").pace.steps == before
 
@@ -178,13 +178,13 @@ async def test_prefill_worker_drains_until_its_blocks_are_read(here: Pairs, stre
     await here.site.fakes["d0"].got(1)
     first = here.site.worker("p0")
     here.site.fleet.roster.drain("p0")
-    assert (first.requests, first.pinned, state(first)) == (0, 1, "draining")
+    assert (first.requests, first.unfetched_handovers, state(first)) == (0, 1, "draining")
     page = scraped(here.site.metrics)
     assert 'proxy_worker_held_prompts{worker="p0",role="prefill",model="tiny"} 1' in page
     rest.set()
     assert words(await client.answer()) == expected(body)
     await here.settled()
-    assert (first.pinned, state(first)) == (0, "drained")
+    assert (first.unfetched_handovers, state(first)) == (0, "drained")
 
 
 # Too few workers

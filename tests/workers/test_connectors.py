@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.transfer.registry import CONNECTORS
-from vllm_sched.workers import launch, transfer
+from vllm_sched.workers import connectors, launch
 
 
 @pytest.fixture(autouse=True)
@@ -16,30 +16,33 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
     text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
-    monkeypatch.setattr(transfer, "_factory_source", lambda: text)
-    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
+    monkeypatch.setattr(connectors, "_factory_source", lambda: text)
+    monkeypatch.setattr(connectors, "_importable", lambda package: package == "nixl")
 
 
 def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not transfer.missing_requirement("nixl")
-    assert not transfer.missing_requirement("nixl", "push")
-    assert transfer.missing_requirement("mooncake") == "the package mooncake is not installed here"
-    monkeypatch.setattr(transfer, "_factory_source", lambda: '"SharedStorageConnector"')
-    assert not transfer.missing_requirement("shared-storage")
-    assert transfer.missing_requirement("nixl").endswith("has no NixlConnector")
-    monkeypatch.setattr(transfer, "_factory_source", lambda: "")
-    assert not transfer.missing_requirement("mooncake")  # without vLLM the start of a worker fails
+    assert not connectors.missing_requirement("nixl")
+    assert not connectors.missing_requirement("nixl", "push")
+    assert (
+        connectors.missing_requirement("mooncake") == "the package mooncake is not installed here"
+    )
+    monkeypatch.setattr(connectors, "_factory_source", lambda: '"SharedStorageConnector"')
+    assert not connectors.missing_requirement("shared-storage")
+    assert connectors.missing_requirement("nixl").endswith("has no NixlConnector")
+    monkeypatch.setattr(connectors, "_factory_source", lambda: "")
+    # Without vLLM the start of a worker fails.
+    assert not connectors.missing_requirement("mooncake")
 
 
 def test_every_connector_of_the_router_has_vllms_class() -> None:
     for name in CONNECTORS:
-        assert transfer.connector_class(name)
+        assert connectors.connector_class(name)
 
 
 def test_vllms_list_of_connectors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pytest.importorskip("vllm")
-    assert not transfer.missing_requirement("nixl")
+    assert not connectors.missing_requirement("nixl")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_vllms_list_of_connectors_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_own_configuration_is_parsed(text: str | None, read: dict[str, Any] | None) -> None:
     args = [] if text is None else ["--kv-transfer-config", text]
-    assert transfer.user_config(args) == read
+    assert connectors.user_config(args) == read
 
 
 def test_own_configuration_by_single_keys_is_merged() -> None:
@@ -56,5 +59,5 @@ def test_own_configuration_by_single_keys_is_merged() -> None:
         "--kv-transfer-config.kv_connector_extra_config.kv_lease_duration", "90",
     ]  # fmt: skip
     own = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"kv_lease_duration": 90}}
-    assert transfer.user_config(args) == own
-    assert transfer.user_config(["--kv-transfer-config", '{"a": 1}', *args]) == {"a": 1, **own}
+    assert connectors.user_config(args) == own
+    assert connectors.user_config(["--kv-transfer-config", '{"a": 1}', *args]) == {"a": 1, **own}

@@ -1,6 +1,6 @@
 """The closed, always backlogged system for which thresholds are chosen, and its costs.
 
-`threshold` solves it in closed form, `recursion` exactly, and `events` by simulation.
+`threshold` solves it in closed form, `recursion` exactly, and `backlog_simulation` by simulation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_sched.cost.step_time import StepTime
 
 
 @dataclass(frozen=True, slots=True)
-class Regime:
+class BacklogModel:
     """The system's size and costs; a method's `threshold` is K, the departures before a batch."""
 
     slots: int  # B
@@ -92,16 +92,16 @@ class Regime:
         return self.throughput(threshold) / self.throughput(base) if threshold > base else 1.0
 
 
-def expected_batch(regime: Regime, prompts: int) -> float:
+def expected_batch(model: BacklogModel, prompts: int) -> float:
     """Return the mean seconds of a batch of prompts of exponential length.
 
     The floor adds the mean of (a - G)+ for a sum G of `prompts` exponentials.
     """
-    linear = regime.batch_fixed_s + regime.prompt_s * prompts
-    lacking = regime.floor_s - regime.batch_fixed_s
-    if lacking <= 0 or not prompts or regime.prompt_s <= 0:
-        return max(linear, regime.floor_s)
-    a = lacking / regime.prompt_s
+    linear = model.batch_fixed_s + model.prompt_s * prompts
+    lacking = model.floor_s - model.batch_fixed_s
+    if lacking <= 0 or not prompts or model.prompt_s <= 0:
+        return max(linear, model.floor_s)
+    a = lacking / model.prompt_s
     # Poisson: probability of fewer than `prompts` events at rate a.
     term = math.exp(-a)
     fewer = 0.0
@@ -109,4 +109,4 @@ def expected_batch(regime: Regime, prompts: int) -> float:
         fewer += term
         term *= a / (count + 1)
     mean = a * (1 - fewer) - prompts * (1 - fewer - term)
-    return linear + regime.prompt_s * max(mean, 0.0)
+    return linear + model.prompt_s * max(mean, 0.0)
