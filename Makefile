@@ -43,13 +43,13 @@ compare: setup ## the same inside one worker: vLLM's scheduler and a policy; the
 up: setup ## run real workers and the router until Ctrl-C; FLEET=... for another file
 	@$(BIN)/vllm-sched up $(FLEET)
 
-test: setup ## run all tests, with real engines, and the data path's tests also on compiled modules (20 min)
+test: setup ## run all tests, with real engines, and the data path's tests also on compiled modules (15 min)
 	@nice -n 10 $(BIN)/vllm-sched compile & compile=$$!; \
 	$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
 	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not browser" -k "not postgres" \
 		$(DATA_PATH) $(PLAIN_ONLY:%=--ignore=tests/proxy/%)
 
-check: setup ## run lint beside all tests that need no engine, browser or compiler (5.5 min)
+check: setup ## run lint beside all tests that need no engine, browser or compiler (4 min)
 	@$(MAKE) --no-print-directory --jobs 2 lint tests-alone
 
 tests-alone: setup

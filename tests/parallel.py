@@ -25,6 +25,8 @@ import pytest
 
 MAX_GROUP_TESTS = 16  # short groups end at about the same time
 AFTERWARDS = ("engine", "browser")
+# These take the longest, so they begin first.
+FIRST = ("tests/prometheus/test_live.py", "tests/upstream/test_upstream_suite.py")
 NUMBER = struct.Struct("I")
 INTERRUPTED_S = 5.0  # for a process to end after an interrupt
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -55,8 +57,9 @@ def pytest_runtestloop(session: pytest.Session) -> object:
         return None
     afterwards = [item for item in session.items if any(map(item.get_closest_marker, AFTERWARDS))]
     excluded = set(afterwards)
-    # `tests/upstream` takes the longest and is among the last: the last begin first.
-    run_all(session, [*small_groups(i for i in session.items if i not in excluded)][::-1], count)
+    small = [*small_groups(item for item in session.items if item not in excluded)]
+    small.sort(key=lambda group: not group[0].nodeid.startswith(FIRST))
+    run_all(session, small, count)
     run_all(session, [*groups_by_engine(afterwards)], count)
     return True
 

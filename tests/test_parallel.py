@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel import FIRST
+
 ROOT = Path(__file__).parents[1]
 # Plugins of installed packages take half of the time of such a run.
 NO_PLUGINS = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -107,6 +109,11 @@ def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
     running = start(folder, *options, **files)
     printed, _ = running.communicate()
     return running.returncode, printed
+
+
+@pytest.mark.parametrize("path", FIRST)
+def test_files_that_begin_first_exist(path: str) -> None:
+    assert (ROOT / path).is_file()
 
 
 def test_each_test_runs_once_and_is_reported_as_in_one_process(tmp_path: Path) -> None:

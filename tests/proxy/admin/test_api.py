@@ -228,7 +228,7 @@ async def test_changes_of_workers_are_logged_once(
         assert (await api.post(f"/admin/workers/{path}")).is_success
     await api.delete("/admin/workers/s0")
     await api.post("/admin/workers", json={"name": "g0", "url": "http://127.0.0.1:9003"})
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [text for name, _, text in caplog.record_tuples if name == "proxy.admin.api"] == [
         "worker s0 is drained by the admin API, and gets no new requests",
         "worker s0 is not drained any more",
         "worker s0 is removed by the admin API, until a reload or restart",
