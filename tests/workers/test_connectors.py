@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 from proxy.transfer.registry import CONNECTORS
-from vllm_sched.workers import connectors, launch
+from tests.workers.cpu_build import pretend_cpu_build
+from vllm_sched.workers import connectors
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that a CPU build of vLLM with all connectors is installed."""
-    monkeypatch.setattr(launch, "on_cpu", lambda: True)
-    names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
-    text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
-    monkeypatch.setattr(connectors, "_factory_source", lambda: text)
-    monkeypatch.setattr(connectors, "_importable", lambda package: package == "nixl")
+    pretend_cpu_build(monkeypatch)
 
 
 def test_missing_connectors_are_detected_from_vllms_list(monkeypatch: pytest.MonkeyPatch) -> None:

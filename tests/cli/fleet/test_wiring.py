@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from proxy.config import TransferConfig, WorkerConfig
+from tests.workers.cpu_build import pretend_cpu_build
 from vllm_sched.cli.fleet.wiring import Wiring, transfer_wiring
 from vllm_sched.workers import connectors, launch
 from vllm_sched.workers.connectors import SIDE_HOST, SIDE_PORT
@@ -16,12 +17,7 @@ from vllm_sched.workers.connectors import SIDE_HOST, SIDE_PORT
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that a CPU build of vLLM with all connectors is installed."""
-    monkeypatch.setattr(launch, "on_cpu", lambda: True)
-    names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
-    text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
-    monkeypatch.setattr(connectors, "_factory_source", lambda: text)
-    monkeypatch.setattr(connectors, "_importable", lambda package: package == "nixl")
+    pretend_cpu_build(monkeypatch)
 
 
 def wiring(connector: str, role: str, *, url: str | None = None, **settings: Any) -> Wiring:
