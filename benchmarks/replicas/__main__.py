@@ -27,10 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, help="per window; default: 3, of quality 20")
+    parser.add_argument("--rate", type=float, default=1000.0, help="requests/s to each router")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         if given.part == "cost":
-            cost.main(Path(folder), given.routers, given.rounds, given.seconds or 3.0)
+            window = cost.Window(given.seconds or 3.0, given.rate)
+            cost.main(Path(folder), given.routers, given.rounds, window)
         elif given.part == "latency":
             latency.main(Path(folder), given.seconds or 5.0)
         else:

@@ -7,6 +7,7 @@ missing answer.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
@@ -88,7 +89,7 @@ class Exchange(asyncio.Protocol):
 
 
 class ClosedLoopExchange(Exchange):
-    """Sends the next request as soon as it has an answer."""
+    """Sends the next request when it has an answer, after a random pause if the load has any."""
 
     _body = b""
 
@@ -105,7 +106,16 @@ class ClosedLoopExchange(Exchange):
             load.tally.done += 1
             load.tally.latencies.append(took)
         self._body = b""
-        if load.stopping or answer.closes:
+        if answer.closes:
+            self.close()
+        elif load.pause_s:
+            pause = random.expovariate(1 / load.pause_s)
+            asyncio.get_running_loop().call_later(pause, self._send_next)
+        else:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        if self._load.stopping:
             self.close()
         else:
             self._send()
@@ -145,9 +155,10 @@ class StreamExchange(Exchange):
 class Load:
     """Connections to one port; `tally` counts the current window, `errors` the whole run."""
 
-    def __init__(self, port: int, prompts: Prompts) -> None:
+    def __init__(self, port: int, prompts: Prompts, pause_s: float = 0.0) -> None:
         self.port = port
         self.prompts = prompts
+        self.pause_s = pause_s  # the mean
         self.tally = Tally()
         self.errors: Counter[str] = Counter()
         self.stopping = False
@@ -182,9 +193,11 @@ class Load:
 
 
 @asynccontextmanager
-async def closed_loop(port: int, prompts: Prompts, connections: int) -> AsyncIterator[Load]:
-    """Keep one request in flight on each connection."""
-    load = Load(port, prompts)
+async def closed_loop(
+    port: int, prompts: Prompts, connections: int, pause_s: float = 0.0
+) -> AsyncIterator[Load]:
+    """Keep at most one request in flight on each connection."""
+    load = Load(port, prompts, pause_s)
 
     async def keep_connected() -> None:
         while not load.stopping:
