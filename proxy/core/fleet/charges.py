@@ -66,8 +66,8 @@ class Fleet:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
             longs = worker.long_tokens + worker.foreign_long_tokens
             if longs and not info.long:
-                lease.behind_long = ahead * longs / before
-                ahead -= lease.behind_long
+                lease.ahead_long_tokens = ahead * longs / before
+                ahead -= lease.ahead_long_tokens
             lease.ahead_tokens = ahead
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1
@@ -177,9 +177,8 @@ class Fleet:
         self.roster.load_changed(worker)
 
     def _learn_first_token(self, lease: Lease, cached: int, now: float) -> None:
-        tokens = lease.ahead_tokens + lease.info.prompt_tokens - cached
         pace = lease.worker.pace
-        pace.learn_first_token(tokens, lease.behind_long, cached, now - lease.charged_at, now)
+        pace.learn_first_token(lease.prefill_work(cached), now - lease.charged_at, now)
         if pace.prefills <= MAX_LENT_OBSERVATIONS:
             self._copy_latency(lease.worker)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from proxy.core.fleet.worker import Worker
+from proxy.core.learned.latency import PrefillWork
 from proxy.core.learned.prefix_tree import PrefixNode
 from proxy.core.learned.sessions import Session
 from proxy.core.model.specs import Score
@@ -138,7 +139,7 @@ class Lease:
     """
 
     ahead_tokens: float = 0.0  # prefill tokens ahead, estimated
-    behind_long: float = 0.0  # of these, those of long requests
+    ahead_long_tokens: float = 0.0  # the same of long requests, for a short one
     trial: bool = False  # sent on trial to an open breaker
     decoding_before: int = 0  # samples decoding at the first token
     seen_tokens: int = 0  # of all samples
@@ -177,3 +178,7 @@ class Lease:
     def running_leg(self) -> Lease:
         prefill_leg = self.prefill
         return self if prefill_leg is None or prefill_leg.released else prefill_leg
+
+    def prefill_work(self, cached_tokens: int) -> PrefillWork:
+        tokens = self.ahead_tokens + self.info.prompt_tokens - cached_tokens
+        return PrefillWork(tokens, self.ahead_long_tokens, cached_tokens)
