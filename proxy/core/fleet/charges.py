@@ -10,7 +10,14 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, HandoverDecision, Lease
+from proxy.core.fleet.leases import (
+    FIRST_ATTEMPT,
+    Attempts,
+    Charge,
+    Decision,
+    HandoverDecision,
+    Lease,
+)
 from proxy.core.fleet.monitoring import WorkerHealth
 from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
@@ -44,10 +51,8 @@ class Fleet:
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
-        lease = Lease(
-            info, attempts, decision, worker, now, prefill_tokens=prefill, decode_tokens=decode,
-            kv_tokens=info.prompt_tokens + decode,
-        )  # fmt: skip
+        charge = Charge(worker, prefill, decode, info.prompt_tokens + decode)
+        lease = Lease(info, attempts, decision, charge, now)
         self._charge_prefill(lease, now)
         pace = worker.pace
         if info.generates and not info.stream:
@@ -102,18 +107,14 @@ class Fleet:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = info.prompt_tokens - cached or 1
-        prefill_leg = Lease(
-            info, attempts, decision, first, now, prefill_tokens=prefill, decode_tokens=0,
-            kv_tokens=info.prompt_tokens,
-        )  # fmt: skip
+        charge = Charge(first, prefill, 0, info.prompt_tokens)
+        prefill_leg = Lease(info, attempts, decision, charge, now)
         self._charge_prefill(prefill_leg, now)
         self.roster.load_changed(first)
         worker = decision.worker
         decode = info.expected_output * info.samples
-        lease = Lease(
-            info, attempts, decision, worker, now, prefill_tokens=0, decode_tokens=decode,
-            kv_tokens=info.prompt_tokens + decode,
-        )  # fmt: skip
+        charge = Charge(worker, 0, decode, info.prompt_tokens + decode)
+        lease = Lease(info, attempts, decision, charge, now)
         lease.prefill, lease.sent = prefill_leg, False
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1

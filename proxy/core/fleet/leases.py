@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.latency import PrefillWork
@@ -131,6 +131,15 @@ class CacheWait:
     placed: int  # by other processes, until then
 
 
+class Charge(NamedTuple):
+    """The expected use of a worker by a request."""
+
+    worker: Worker
+    prefill_tokens: int
+    decode_tokens: int
+    kv_tokens: int
+
+
 class Lease:
     """A worker's capacity, charged for one request until released.
 
@@ -159,20 +168,17 @@ class Lease:
         info: RequestInfo,
         attempts: Attempts,
         decision: Decision,
-        worker: Worker,
+        charge: Charge,
         charged_at: float,
-        prefill_tokens: int,
-        decode_tokens: int,
-        kv_tokens: int,
     ) -> None:
         self.info = info
         self.attempts = attempts
         self.decision = decision
-        self.worker = worker
+        self.worker = charge.worker
         self.charged_at = charged_at
-        self.prefill_tokens = prefill_tokens  # 0 after the first token
-        self.decode_tokens = decode_tokens  # output to come
-        self.kv_tokens = kv_tokens  # less the shared part
+        self.prefill_tokens = charge.prefill_tokens  # 0 after the first token
+        self.decode_tokens = charge.decode_tokens  # output to come
+        self.kv_tokens = charge.kv_tokens  # less the shared part
 
     @property
     def running_leg(self) -> Lease:

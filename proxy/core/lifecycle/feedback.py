@@ -23,7 +23,8 @@ def update_breaker(
     lease: Lease,
     now: float,
     outcome: Outcome,
-    retry_after_s: float | None,
+    *,
+    retry_after_s: float | None = None,
     why: str = "",
 ) -> None:
     """Update the breaker; only a trial may close it."""
