@@ -207,11 +207,15 @@ class LeaseBook:
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        info, prefill_leg = lease.info, lease.prefill
+        info, prefill_leg, links = lease.info, lease.prefill, self._placer.links
+        failed = None if prefill_leg is None else prefill_leg.worker
         pool = self._roster.pool(info.model)
-        tried = frozenset(() if prefill_leg is None else (prefill_leg.worker,))
-        links = self._placer.links
-        return handover_cost.choose_prefill(pool, info, now, [], tried, links) is not None
+        return any(
+            worker is not failed
+            and handover_cost.may_prefill(worker, info, now, links)
+            and links.can_reach(worker, pool.all, now)
+            for worker in pool.prefills
+        )
 
     def has_other_worker(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""
