@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from proxy.core.fleet import kv_usage
 from proxy.core.fleet.leases import (
@@ -31,6 +32,14 @@ LARGE_PREFILL_TOKENS = 2048  # other routers should see such a prompt at once
 MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
+class SilentLease(NamedTuple):
+    """A request whose first token is not seen."""
+
+    due: float  # of its first token
+    number: int  # decides between equal times
+    lease: Lease
+
+
 class Fleet:
     """The workers, their health, and the charges on them."""
 
@@ -40,7 +49,7 @@ class Fleet:
         self.roster = Roster(clock)
         self.health = WorkerHealth(self.roster, down_after, up_after)
         self.large_prefill_changes = 0  # starts and ends of large prefills
-        self._silent: list[tuple[float, int, Lease]] = []
+        self._silent: list[SilentLease] = []
 
     def charge(
         self, info: RequestInfo, decision: Decision, now: float, attempts: Attempts = FIRST_ATTEMPT
@@ -57,7 +66,8 @@ class Fleet:
         pace = worker.pace
         if info.generates and not info.stream:
             wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.last_used, lease))
+            due = now + SILENT_PREFILL_FACTOR * wait
+            heappush(self._silent, SilentLease(due, worker.last_used, lease))
         self.roster.load_changed(worker)
         return lease
 
@@ -149,7 +159,7 @@ class Fleet:
         if not lease.info.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
             due = now + SILENT_PREFILL_FACTOR * wait
-            heappush(self._silent, (due, next(self.roster.numbers), lease))
+            heappush(self._silent, SilentLease(due, next(self.roster.numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
         if lease.holds_blocks and lease.prefill is not None:
@@ -201,8 +211,8 @@ class Fleet:
         if (others := self.roster.remote_load) is not None:
             others.read_remote_charges(now)
         silent = self._silent
-        while silent and (silent[0][0] <= now or silent[0][2].released):
-            lease = heappop(silent)[2]
+        while silent and (silent[0].due <= now or silent[0].lease.released):
+            lease = heappop(silent).lease
             if not lease.released:
                 kv_usage.mark_prompt_cached(lease)
             if lease.prefill_tokens:
