@@ -70,7 +70,6 @@ class ServerProcess:
         )
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
-        self.app.drained = self._drain_elsewhere
         self.app.wire.write_metrics = self.page
         self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
@@ -205,8 +204,7 @@ class ServerProcess:
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         await self._ask("logs", (requests, dict(levels)))
 
-    def _drain_elsewhere(self, name: str, draining: bool, at_once: bool) -> None:
-        """Have all other processes, on other hosts too, drain or undrain a worker."""
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
         self._send_changes()
         self._channel.send(WorkerDrained(name, draining, at_once))
 

@@ -65,6 +65,9 @@ class SiblingProcesses(Protocol):
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         """Return the last requests of all processes, newest first."""
 
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
+        """Drain or undrain a worker in all processes, on other hosts too."""
+
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
 
@@ -120,7 +123,6 @@ class App:
             self.metrics.at_end += (self.tracing.export_request,)
         self.batches = self._batches(config.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
-        self.drained: Callable[[str, bool, bool], None] = _ignore_drain  # reports to other hosts
         self.leads = False
         self.objects_frozen = False  # true once garbage collection skips what the start made
         self.admin_key = AdminKey()
@@ -222,6 +224,10 @@ class App:
         if self.siblings is not None:
             return await self.siblings.decisions(limit, wanted)
         return list(self.recent.newest(limit, wanted))
+
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
+        if self.siblings is not None:
+            self.siblings.report_drain(name, draining=draining, at_once=at_once)
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests to others, and return after a few seconds."""
@@ -371,7 +377,3 @@ def _make_admin_server(app: App, sock: socket.socket) -> AdminServer:
     if app.objects_frozen:
         gc.freeze()
     return server
-
-
-def _ignore_drain(name: str, draining: bool, at_once: bool) -> None:
-    """Do nothing: no other host has to know."""
