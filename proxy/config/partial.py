@@ -74,7 +74,7 @@ class PartialConfig:
 
     @property
     def all_workers(self) -> list[WorkerConfig]:
-        discovered = (pool.worker(pool.name, None) for pool in self.pools.values())
+        discovered = (pool.worker(pool.name, url=None) for pool in self.pools.values())
         return [*self.legible_workers.values(), *discovered]
 
 

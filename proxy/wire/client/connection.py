@@ -313,7 +313,7 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()
         path = self._reader.path
-        answer = refuse(refusal, None, keep_alive=False, request_id=request_id, path=path)
+        answer = refuse(refusal, request=None, keep_alive=False, request_id=request_id, path=path)
         self._wire.count_refused(refusal, answer, request_id=request_id)
         self._reader.drop()
         self._resume_reading()

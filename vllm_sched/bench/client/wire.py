@@ -259,13 +259,13 @@ class _Connection(asyncio.Protocol):
             words = excerpt(b"".join(self._pieces))
             self._end(WireError(f"HTTP {status}: {words}" if words else f"HTTP {status}"))
         else:
-            self._end(None)
+            self._end()
         if self._parser.should_keep_alive() and not self._transport.is_closing():
             self._idle.append(self)
         else:
             self._transport.close()
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: Exception | None = None) -> None:
         if self._done and not self._done.done():
             if error is None:
                 self._done.set_result(None)
