@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from proxy.config.models import RouterConfig, RoutingConfig, TransferConfig
+from proxy.config.fleet_file import RouterConfig, RoutingConfig, TransferConfig
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.workers import PoolConfig, WorkerConfig

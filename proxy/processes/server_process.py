@@ -15,8 +15,8 @@ from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.errors import ProxyError
+from proxy.metrics.page import write_page
 from proxy.metrics.recent import RecentRequest, RequestFilter
-from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
 from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.ipc_messages import (

@@ -22,7 +22,7 @@ from proxy.http.local_responses import refuse
 from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState
 from proxy.wire.client.closing import Closing
-from proxy.wire.client.endpoints import METRICS, local_answer
+from proxy.wire.client.local_endpoints import METRICS, local_answer
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
 from proxy.wire.sockets import socket_of
