@@ -77,7 +77,8 @@ class ServerProcess:
         clock, router = time.monotonic, self.app.router
         shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
-        if begin.processes == 1:
+        alone = begin.processes == 1
+        if alone:
             soon = FlushTimer(lambda: self._shared_load.has_urgent()).start  # noqa: PLW0108 -- made next
         self._shared_load, self._queues = share_router(
             router, shared, index, clock, soon, life=time.monotonic_ns()
@@ -93,7 +94,6 @@ class ServerProcess:
             )
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
-        alone = begin.processes == 1
         self._idle_s = ALONE_INTERVAL_S if alone else IDLE_INTERVAL_S
         self._replica = FleetReplica(
             router, self.app.discovery, self._shared_load, clock, alone=alone
