@@ -139,7 +139,7 @@ class StepMeter(TokenApi):
             self._measure_ends,
         ):
             found += await measure_part(plan, tell)
-            # After each part, because a worker's speed may change during the measurement.
+            # After each part, because the machine's load may change during the measurement.
             await self._measure_alone(lone, tell)
         return MeasuredSteps(
             found, [LonePrompt(tokens, statistics.median(times)) for tokens, times in lone.items()]
