@@ -29,7 +29,7 @@ from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, ReceivedRequest, RequestInfo
 from proxy.core.request.json_body import LargeBody
-from proxy.core.request.routes import find
+from proxy.core.request.route_lookup import find
 from proxy.core.router import Router, RouterSettings
 
 SESSIONS, TURNS, TOKENS, BYTES_PER_TOKEN, WORKERS = 10_000, 20, 300_000, 4, 64

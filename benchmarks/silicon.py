@@ -46,28 +46,22 @@ WAVES = 10  # requests for each concurrent one
 SHORTEST = 0.8  # of a length
 FAR_OFF = 0.25
 TTFT_TARGET, TPOT_TARGET = 0.20, 0.08
-# Why a set may be off, as far as its rows tell, by model, system and dtype.
+# Why the predictions of rows may be off, by `Row.deployment`.
 REASONS = {
-    (
-        "llama-3.1-70b",
-        "b200",
-        "fp8",
-    ): "InferenceMAX has an fp8 KV cache there, with which the source's "
-    "steps are 6 % off; TTFT lacks a front (last column)",
-    (
-        "llama-3.1-8b",
-        "h200",
-        "fp8",
-    ): "the rows prefill up to 95 % of the tokens a second of the data "
-    "sheet's peak, beside decodes: their concurrency is not one worker's",
-    ("qwen3-235b-a22b", "h200", "fp8"): "vLLM 0.12; the profile has 0.24's kernels for experts",
-    ("qwen3-32b", "h100", "bf16"): "vLLM 0.12; the profile has 0.24's kernels",
-    (
-        "qwen3-32b",
-        "h100",
-        "fp8",
-    ): "two of three rows decode faster than the memory's bandwidth reads "
-    "weights and a bf16 KV cache",
+    "llama-3.1-70b fp8 b200": (
+        "InferenceMAX has an fp8 KV cache there, with which the source's steps are 6 % off; "
+        "TTFT lacks a front (last column)"
+    ),
+    "llama-3.1-8b fp8 h200": (
+        "the rows prefill up to 95 % of the tokens a second of the data sheet's peak, beside "
+        "decodes: their concurrency is not one worker's"
+    ),
+    "qwen3-235b-a22b fp8 h200": "vLLM 0.12; the profile has 0.24's kernels for experts",
+    "qwen3-32b bf16 h100": "vLLM 0.12; the profile has 0.24's kernels",
+    "qwen3-32b fp8 h100": (
+        "two of three rows decode faster than the memory's bandwidth reads weights and a bf16 "
+        "KV cache"
+    ),
 }
 
 
@@ -87,6 +81,10 @@ class Row:
     ttft_ms: float
     predicted_tpot_ms: float = 0.0
     predicted_ttft_ms: float = 0.0
+
+    @property
+    def deployment(self) -> str:
+        return f"{self.model} {self.dtype} {self.system}"
 
     @property
     def tpot_error(self) -> float:
@@ -194,12 +192,10 @@ def predict(row: Row) -> Row:
 
 def sets(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Yield the rows of each model, precision, system and vLLM."""
-    names = dict.fromkeys((r.model, r.dtype, r.system, r.version) for r in rows)
-    for name in names:
-        yield (
-            f"{name[0]} {name[1]} {name[2]}, vLLM {name[3]}",
-            [r for r in rows if (r.model, r.dtype, r.system, r.version) == name],
-        )
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(f"{row.deployment}, vLLM {row.version}", []).append(row)
+    yield from found.items()
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
@@ -257,8 +253,7 @@ def main() -> int:
         )
         over = found["tpot_median"] > TPOT_TARGET or found["ttft_median"] > TTFT_TARGET
         if over:
-            first = of_set[0]
-            why = REASONS.get((first.model, first.system, first.dtype), "no reason known")
+            why = REASONS.get(of_set[0].deployment, "no reason known")
             print(f"    above {TPOT_TARGET:.0%} or {TTFT_TARGET:.0%}: {why}")
         if args.rows:
             for r in of_set:

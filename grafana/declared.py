@@ -16,9 +16,9 @@ from proxy.metrics import (
     batch_counts,
     journal_counts,
     no_first_token,
+    page,
     phases,
     replica_counts,
-    scrape,
     session_counts,
     target_counts,
     tenant_counts,
@@ -42,7 +42,7 @@ def names(name: str, kind: str) -> set[str]:
 
 def router_families() -> list[Family]:
     modules = (
-        scrape, phases, no_first_token, tenant_counts, target_counts, batch_counts, journal_counts,
+        page, phases, no_first_token, tenant_counts, target_counts, batch_counts, journal_counts,
         replica_counts, session_counts,
     )  # fmt: skip
     return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
@@ -51,7 +51,7 @@ def router_families() -> list[Family]:
 def routers() -> set[str]:
     """Return the names of the router's series, including its process's."""
     found = {name for each in router_families() for name in names(each.name, each.kind)}
-    for each in scrape.process.collect():
+    for each in page.process.collect():
         found |= names(each.name, each.type)
     return found
 

@@ -55,8 +55,9 @@ class AdminState(Protocol):
     live: LiveView  # the last minute, for the status page
     balance: Balance
     config: FleetConfig  # as last read
-    # Have routers on other hosts drain or undrain a worker too, and move its requests.
-    drained: Callable[[str, bool, bool], None]
+
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
+        """Report to other processes that a worker is drained or not drained any more."""
 
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         """Return the last requests that match, newest first."""
@@ -145,7 +146,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         if not worker.draining:
             logger.info("worker %s is drained by the admin API, and gets no new requests", name)
         state.router.fleet.roster.drain(name)
-        state.drained(name, True, now)
+        state.report_drain(name, draining=True, at_once=now)
         moved, remaining = await state.move_requests(name) if now else (0, {})
         shown = shown_worker(worker, clock()).model_dump()
         return Drained(**shown, moved=moved, remaining=dict(remaining))
@@ -156,7 +157,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         if worker.draining:
             logger.info("worker %s is not drained any more", name)
         state.router.fleet.roster.drain(name, draining=False)
-        state.drained(name, False, False)
+        state.report_drain(name, draining=False, at_once=False)
         return shown_worker(worker, clock())
 
     @api.delete("/{name}", summary="Remove a worker; requests in flight finish")

@@ -23,10 +23,10 @@ from sys import maxsize
 from typing import TYPE_CHECKING
 
 from proxy.batches.claims import Claims
-from proxy.batches.clock_guard import ClockGuard
 from proxy.batches.in_flight import BatchProgress
 from proxy.batches.line_request import LineRequest
 from proxy.batches.maintenance import Maintenance, end_batch, validate_input
+from proxy.batches.purge import Purge
 from proxy.batches.spare_capacity import has_spare_capacity, within_limits
 from proxy.batches.storage.store import Store
 from proxy.batches.types import Batch, DiskError, LineJob, LineResult, Status
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 CAPACITY_CHECK_S = 0.05  # between two capacity checks while lines are ready
 ERROR_PAUSE_S = 5.0
-PURGE_INTERVAL_S = 3600.0
 MAX_LINES_AHEAD = 64  # lines of one batch that are read ahead
 MAX_BATCHES_AHEAD = 8  # batches of one tenant with lines read ahead
 MAX_TRIES = 3  # attempts of a line whose workers fail
@@ -70,7 +69,7 @@ class BatchScheduler:
         self._wire = wire
         self._store = store
         self._wall = wall
-        self._clock_guard = ClockGuard(wire.clock, wall)
+        self._purge = Purge(store, wire.clock, wall)
         self._claims = Claims(store)
         self._running: dict[str, BatchProgress] = {}
         self._maintenance = Maintenance(store)
@@ -81,7 +80,7 @@ class BatchScheduler:
         self._numbers = count(1)
         self._wakeup = asyncio.Event()
         self._turn_lock = asyncio.Lock()
-        self._next_poll = self._next_purge = self._paused_until = -inf
+        self._next_poll = self._paused_until = -inf
 
     @property
     def is_leader(self) -> bool:
@@ -99,7 +98,8 @@ class BatchScheduler:
 
     def purge_soon(self) -> None:
         """Delete expired data in the next turn."""
-        self._next_purge = self._paused_until = -inf
+        self._purge.make_due()
+        self._paused_until = -inf
         self.wake()
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class BatchScheduler:
                 if self._has_more_work:
                     await asyncio.sleep(0)
                     continue
-                waiting = any(x.ready for x in self._running.values())
+                waiting = any(progress.ready for progress in self._running.values())
                 pause = CAPACITY_CHECK_S if waiting else POLL_INTERVAL_S
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
@@ -154,18 +154,8 @@ class BatchScheduler:
             if not await self._renew_duties():
                 self._resume()
                 return
-            trusted = self._clock_guard.is_trusted()
-            more = self.is_leader and clock() >= self._next_purge
-            if more:  # first, because deletion may free space for the rest
-                self._next_purge = clock() + PURGE_INTERVAL_S
-                try:
-                    if trusted:
-                        more = await self._store(Store.purge, self._wall())
-                    else:
-                        more = await self._store(Store.shrink)
-                finally:
-                    if more:
-                        self._next_purge = -inf
+            # First, because deletion may free space for the rest.
+            has_more_to_purge = await self._purge.run_if_due(is_leader=self.is_leader)
             await self.save()
             if clock() >= self._next_poll:
                 self._next_poll = clock() + POLL_INTERVAL_S
@@ -177,7 +167,8 @@ class BatchScheduler:
             await self._read_lines()
             self._resume()
             self._send_lines()
-            self._has_more_work = more or self._maintenance.next_operation(self._full) is not None
+            next_operation = self._maintenance.next_operation(self._full)
+            self._has_more_work = has_more_to_purge or next_operation is not None
         except DiskError as error:
             self._pause(str(error))
         except Exception as error:  # the scheduler must survive any error

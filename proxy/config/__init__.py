@@ -2,8 +2,7 @@
 
 from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
-from proxy.config.load import load, parse
-from proxy.config.models import (
+from proxy.config.fleet_file import (
     FleetConfig,
     JournalConfig,
     ProbeConfig,
@@ -11,6 +10,7 @@ from proxy.config.models import (
     RoutingConfig,
     TransferConfig,
 )
+from proxy.config.load import load, parse
 from proxy.config.partial import Check, PartialConfig
 from proxy.config.redact import shown
 from proxy.config.tenants import TenantConfig

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from proxy.config.checks import CHECKS
-from proxy.config.models import FleetConfig, RouterConfig, RoutingConfig, TransferConfig
+from proxy.config.fleet_file import FleetConfig, RouterConfig, RoutingConfig, TransferConfig
 from proxy.config.partial import Check, PartialConfig, Place, ProblemPaths
 from proxy.config.redact import HIDDEN, is_secret, without_password
 from proxy.config.tenant_checks import TENANT_CHECKS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from proxy.config.models import RouterConfig, RoutingConfig, TransferConfig
+from proxy.config.fleet_file import RouterConfig, RoutingConfig, TransferConfig
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.workers import PoolConfig, WorkerConfig
@@ -74,7 +74,7 @@ class PartialConfig:
 
     @property
     def all_workers(self) -> list[WorkerConfig]:
-        discovered = (pool.worker(pool.name, None) for pool in self.pools.values())
+        discovered = (pool.worker(pool.name, url=None) for pool in self.pools.values())
         return [*self.legible_workers.values(), *discovered]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from proxy.config.models import FleetConfig
+from proxy.config.fleet_file import FleetConfig
 
 HIDDEN = "***"
 # Flags with secret values. Environment variables have no naming convention, so all of them are

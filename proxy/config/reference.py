@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from proxy.config.fleet_file import FleetConfig
 from proxy.config.load import yaml_text
-from proxy.config.models import FleetConfig
 from proxy.config.types import Block, blocks_in
 
 FILE = Path(__file__).parents[2] / "docs" / "configuration.md"

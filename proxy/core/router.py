@@ -136,7 +136,11 @@ class Router:
             ledger.keep_place()
         try:
             self.leases.finish(
-                lease, now, failure.outcome, None, failure.retry_after_s, failure.why
+                lease,
+                now,
+                failure.outcome,
+                retry_after_s=failure.retry_after_s,
+                why=failure.why,
             )
             return self.submit_again(info, now, attempts, leg, free=failure.free)
         finally:

@@ -139,7 +139,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._came:
             self._fail("its response is incomplete")
         else:
-            self._set(None)
+            self._set(result=None)
 
     def _fail(self, why: str) -> None:
         answer = self._answer

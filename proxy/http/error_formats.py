@@ -66,7 +66,7 @@ def error_event(stream_format: StreamFormat, message: str, code: str, number: in
     if stream_format is StreamFormat.MESSAGES:
         body: dict[str, Any] = {"type": "error", "error": _anthropic(WORKER_FAILED, message)}
         return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
-    nested = _openai(WORKER_FAILED, message, code, None)
+    nested = _openai(WORKER_FAILED, message, code)
     if stream_format is StreamFormat.CHAT:
         return b"data: %b\n\n" % orjson.dumps({"error": nested})
     body = {"type": "error", "code": code, "message": message, "param": None}
@@ -80,7 +80,9 @@ def is_server_error(status: int) -> bool:
     return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != UNSUPPORTED_VERSION
 
 
-def _openai(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
+def _openai(
+    status: int, message: str, code: str | None, param: str | None = None
+) -> dict[str, Any]:
     kind = "invalid_request_error"
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"

@@ -221,7 +221,7 @@ class Metrics:
 
     def _drop_removed_workers(self) -> None:
         stay = {worker.name for worker in self.router.fleet.roster} | {NONE, OTHER}
-        forget(self.requests, lambda key: key[2] not in stay)
+        forget(self.requests, lambda key: _worker_of(key) not in stay)
         forget(self.retries, lambda key: key[0] not in stay)
         forget(self.continuations, lambda worker: worker not in stay)
 
@@ -238,9 +238,17 @@ class Metrics:
         }
         self.handovers.forget_models(gone)
         self.unseen.forget_models(gone)
-        forget(self.requests, lambda key: key[1] in gone)
+        forget(self.requests, lambda key: _model_of(key) in gone)
         tables: tuple[dict[tuple[str, ...], Any], ...] = (
             self.ttft, self.predicted, self.tpot, self.waits, self.phases
         )  # fmt: skip
         for table in tables:
             forget(table, lambda key: key[1] in gone)
+
+
+def _model_of(key: RequestKey) -> str:
+    return key[1]
+
+
+def _worker_of(key: RequestKey) -> str:
+    return key[2]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.metrics.page import PROCESSES, RESTARTS
 from proxy.metrics.replica_counts import ALONE, ReplicaCounts
-from proxy.metrics.scrape import PROCESSES, RESTARTS
 from proxy.processes import metrics_merge
 
 if TYPE_CHECKING:

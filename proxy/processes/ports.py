@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.admin.port import admin_socket
 
 if TYPE_CHECKING:
-    from proxy.config.models import RouterConfig
+    from proxy.config.fleet_file import RouterConfig
     from proxy.processes.ipc_messages import Address
 
 

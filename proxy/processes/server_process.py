@@ -15,8 +15,8 @@ from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.errors import ProxyError
+from proxy.metrics.page import write_page
 from proxy.metrics.recent import RecentRequest, RequestFilter
-from proxy.metrics.scrape import write_page
 from proxy.processes.channel import Channel
 from proxy.processes.fleet_replica import FleetReplica
 from proxy.processes.ipc_messages import (
@@ -70,7 +70,6 @@ class ServerProcess:
         )
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
-        self.app.drained = self._drain_elsewhere
         self.app.wire.write_metrics = self.page
         self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
@@ -78,7 +77,8 @@ class ServerProcess:
         clock, router = time.monotonic, self.app.router
         shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
-        if begin.processes == 1:
+        alone = begin.processes == 1
+        if alone:
             soon = FlushTimer(lambda: self._shared_load.has_urgent()).start  # noqa: PLW0108 -- made next
         self._shared_load, self._queues = share_router(
             router, shared, index, clock, soon, life=time.monotonic_ns()
@@ -94,7 +94,6 @@ class ServerProcess:
             )
             self.app.metrics.limits_shared = lambda: limiter.is_up
         self._index = index
-        alone = begin.processes == 1
         self._idle_s = ALONE_INTERVAL_S if alone else IDLE_INTERVAL_S
         self._replica = FleetReplica(
             router, self.app.discovery, self._shared_load, clock, alone=alone
@@ -205,8 +204,7 @@ class ServerProcess:
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         await self._ask("logs", (requests, dict(levels)))
 
-    def _drain_elsewhere(self, name: str, draining: bool, at_once: bool) -> None:
-        """Have all other processes, on other hosts too, drain or undrain a worker."""
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
         self._send_changes()
         self._channel.send(WorkerDrained(name, draining, at_once))
 

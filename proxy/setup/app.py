@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from proxy.admin.server import AdminServer
     from proxy.batches.service import Batches
     from proxy.health.warmup import Warmup
+    from proxy.transfer.types import Connector
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,9 @@ class SiblingProcesses(Protocol):
 
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         """Return the last requests of all processes, newest first."""
+
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
+        """Drain or undrain a worker in all processes, on other hosts too."""
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
@@ -100,27 +104,17 @@ class App:
         )
         self.prober = Prober(self.router, probe)
         self.balance = Balance(self.router)
-        self.warmup: Warmup | None = None
-        if kv_connector is not None and config.transfer is not None and config.transfer.warmup:
-            # Imports an HTTP client library that takes 10 MB.
-            from proxy.health.warmup import Warmup
-
-            self.warmup = Warmup(self.router, kv_connector, self.metrics.handovers)
+        warms_up = config.transfer is not None and config.transfer.warmup
+        self.warmup = self._warmup(kv_connector) if kv_connector and warms_up else None
         self.discovery = Discovery(self.fleet.roster, config, keys.pools, worker_spec)
-        self.metrics.discovered = self.discovery.counts
         self.journals = Journals(self.fleet.roster, keys.journal)
-        self.metrics.journals = self.journals.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = LiveView(self.metrics, self._minute, self.wire.clock)
         self.logs = Logs(config, self.metrics, keys=keys.plain)
-        self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
         self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
-        if self.tracing is not None:
-            self.metrics.begin_trace = self.tracing.begin
-            self.metrics.at_end += (self.tracing.export_request,)
+        self._connect_metrics()
         self.batches = self._batches(config.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
-        self.drained: Callable[[str, bool, bool], None] = _ignore_drain  # reports to other hosts
         self.leads = False
         self.objects_frozen = False  # true once garbage collection skips what the start made
         self.admin_key = AdminKey()
@@ -134,6 +128,21 @@ class App:
         self._admin_task: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reloading = asyncio.Lock()  # keeps an older file from replacing a newer one
+
+    def _warmup(self, kv_connector: Connector) -> Warmup:
+        # Imports an HTTP client library that takes 10 MB.
+        from proxy.health.warmup import Warmup
+
+        return Warmup(self.router, kv_connector, self.metrics.handovers)
+
+    def _connect_metrics(self) -> None:
+        """Let the metrics read the counts of other objects, and the tracing see requests."""
+        self.metrics.discovered = self.discovery.counts
+        self.metrics.journals = self.journals.counts
+        self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
+        if self.tracing is not None:
+            self.metrics.begin_trace = self.tracing.begin
+            self.metrics.at_end += (self.tracing.export_request,)
 
     def _batches(self, config: BatchesConfig) -> Batches | None:
         """Create the batch service; import its database only if batches are on."""
@@ -222,6 +231,10 @@ class App:
         if self.siblings is not None:
             return await self.siblings.decisions(limit, wanted)
         return list(self.recent.newest(limit, wanted))
+
+    def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
+        if self.siblings is not None:
+            self.siblings.report_drain(name, draining=draining, at_once=at_once)
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests to others, and return after a few seconds."""
@@ -371,7 +384,3 @@ def _make_admin_server(app: App, sock: socket.socket) -> AdminServer:
     if app.objects_frozen:
         gc.freeze()
     return server
-
-
-def _ignore_drain(name: str, draining: bool, at_once: bool) -> None:
-    """Do nothing: no other host has to know."""

@@ -100,7 +100,7 @@ class LiveRecorder:
         if reported is None and len(self._ended) >= MAX_ROWS:
             self._dropped += 1
             return
-        row = self._row(seen, status, reason.value, now)
+        row = self._row(seen, status=status, reason=reason.value, ended=now)
         self._ended.append((row, self._ticks(seen)))
         self._rows.append(row)
 
@@ -154,7 +154,7 @@ class LiveRecorder:
             if seen.number == 0 or self._reported.get(seen.number) != key:
                 if len(rows) >= MAX_ROWS:
                     continue  # reported by a later update, or counted as dropped when it ends
-                rows.append(self._row(seen, None, None, None))
+                rows.append(self._row(seen))
                 self._reported[seen.number] = key
             if passed := self._ticks(seen):
                 ticks.append([seen.number, *passed])
@@ -165,7 +165,7 @@ class LiveRecorder:
         while self._rows and self._rows[0][-1] < self.ms(since):
             self._rows.popleft()
         seen = [request for request in self._metrics.under_way() if request.number]
-        under_way = [self._row(request, None, None, None) for request in seen]
+        under_way = [self._row(request) for request in seen]
         return [*self._before(now), *self._rows, *under_way]
 
     def _before(self, now: float) -> Iterator[Row]:
@@ -192,7 +192,12 @@ class LiveRecorder:
             ]  # fmt: skip
 
     def _row(
-        self, seen: ObservedRequest, status: int | None, reason: str | None, ended: float | None
+        self,
+        seen: ObservedRequest,
+        *,
+        status: int | None = None,
+        reason: str | None = None,
+        ended: float | None = None,
     ) -> Row:
         if seen.number == 0:
             self._numbers += 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.health.worker_state import state, why_not
 from proxy.metrics.histogram import GAP_BOUNDS, TTFT_BOUNDS, Histogram
-from proxy.metrics.scrape import VERSION
+from proxy.metrics.page import VERSION
 from proxy.status_page.window import COPY_INTERVAL_S, Window, quantile
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ class Logs:
         self.settings = config.router.logs
         self._secrets = ()
         self.hide_keys([*secrets_in(config.model_dump(mode="json")), *keys])
-        self.log_requests(self.settings.requests)
+        self.log_requests(wanted=self.settings.requests)
         for name in self.levels():
             if name:
                 logging.getLogger(name).setLevel(logging.NOTSET)
@@ -102,7 +102,7 @@ class Logs:
     def change(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         """Change what is logged, until the next reload."""
         if requests is not None:
-            self.log_requests(requests)
+            self.log_requests(wanted=requests)
         for name, level in levels.items():
             logging.getLogger(name or None).setLevel(level.upper())
 
@@ -132,7 +132,7 @@ class Logs:
             text = text.replace(secret, HIDDEN)
         return text
 
-    def log_requests(self, wanted: bool) -> None:
+    def log_requests(self, *, wanted: bool) -> None:
         metrics = self._metrics
         if metrics is None:
             return
@@ -156,7 +156,7 @@ class Logs:
         self.writer.put(f"{stamp} REQUEST {one_line(pairs)}\n".encode(errors="replace"))
 
     def close(self) -> None:
-        self.log_requests(False)
+        self.log_requests(wanted=False)
         if self._handler is not None:
             logging.getLogger().handlers[:] = self._before
             self._handler = None

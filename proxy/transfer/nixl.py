@@ -84,7 +84,7 @@ class Nixl(Connector):
         """Return the response's parameters unchanged, if they are complete."""
         params = params_of(response)
         if not _are_whole(params, pushed=self.config.mode == "push"):
-            return PrefillResult(None, cached_tokens_in(response))
+            return PrefillResult(cached_tokens=cached_tokens_in(response))
         reported = type(params.get(CACHED)) is int
         return PrefillResult(text(params), None if reported else cached_tokens_in(response))
 

@@ -72,7 +72,7 @@ class Connector:
         return NOTHING
 
     def result_of(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:  # noqa: ARG002
-        return PrefillResult(None, cached_tokens_in(response))
+        return PrefillResult(cached_tokens=cached_tokens_in(response))
 
     def valid_result(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
         """Return the result of `result_of`, or an empty result for an invalid response."""

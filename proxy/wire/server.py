@@ -27,11 +27,11 @@ from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.types import NONE, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import has_address
-from proxy.core.request.routes import find
+from proxy.core.request.route_lookup import find
 from proxy.http.body_budget import BodyBudget
-from proxy.metrics.scrape import write_page
+from proxy.metrics.page import write_page
 from proxy.wire import extension
-from proxy.wire.client import endpoints
+from proxy.wire.client import local_endpoints
 from proxy.wire.client.auth import identify
 from proxy.wire.client.connection import ClientConnection
 from proxy.wire.client.origin_check import page_refusal
@@ -189,8 +189,8 @@ class WireServer:
             head.refusal = refusals.encoded_body(encoding.decode("latin-1"))
         if head.refusal is not None:
             return
-        if endpoints.is_local(head.path):
-            head.refusal = endpoints.local_refusal(head)
+        if local_endpoints.is_local(head.path):
+            head.refusal = local_endpoints.local_refusal(head)
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):

@@ -17,9 +17,9 @@ from referencing import Registry, Resource
 
 from proxy.config import FleetConfig, parse
 from proxy.core.model.role import Role
-from proxy.metrics import scrape
+from proxy.metrics import page
 from proxy.metrics.exposition import Family
-from proxy.wire.client import endpoints
+from proxy.wire.client import local_endpoints
 from tests.deploy import custom
 from tests.deploy.rendered import (
     COMPONENTS,
@@ -290,7 +290,7 @@ def test_probes_use_existing_endpoints(name: str) -> None:
             probe = container[kind]["httpGet"]
             assert probe["port"] in ports(template)
             assert probe["path"] in (
-                endpoints.PATHS if component(template) == "router" else {"/health"}
+                local_endpoints.PATHS if component(template) == "router" else {"/health"}
             )
     # A router without workers is alive but not ready, or a loading fleet would restart it.
     _, container = router(name)
@@ -375,7 +375,7 @@ def test_network_policies_allow_only_required_traffic(name: str) -> None:
 
 
 # The router's metric families about workers.
-FAMILIES = {each.name: each for each in vars(scrape).values() if isinstance(each, Family)}
+FAMILIES = {each.name: each for each in vars(page).values() if isinstance(each, Family)}
 
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
@@ -462,7 +462,7 @@ def test_pod_monitors_match_pods_and_ports() -> None:
             seen.append(component(template))
             for endpoint in each["spec"]["podMetricsEndpoints"]:
                 assert endpoint["port"] in ports(template)
-                assert endpoint["path"] in endpoints.PATHS
+                assert endpoint["path"] in local_endpoints.PATHS
     assert sorted(seen) == ["router", "worker", "worker"]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from proxy.core.model.route_table import ROUTES, Route
-from proxy.core.request.routes import find
-from proxy.wire.client.endpoints import PATHS
+from proxy.core.request.route_lookup import find
+from proxy.wire.client.local_endpoints import PATHS
 from tests.upstream.source import TABLES_OF, agrees_with_table, installed_release
 
 SPEC = find_spec("vllm")

@@ -18,7 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from tests.engine.schedulers import base_config, make_scheduler
 from vllm_sched import LongPromptScheduler, PolicyScheduler, SyncPolicyScheduler
-from vllm_sched.engine import plugin, policy_setup, probes
+from vllm_sched.engine import behaviour_checks, plugin, policy_setup
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.kv_cache import KvGroup
@@ -184,7 +184,7 @@ def test_untested_release_is_probed_before_the_model_loads(
 ) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
-    monkeypatch.setattr(probes, "require_known_behaviour", lambda: calls.append(True))
+    monkeypatch.setattr(behaviour_checks, "require_known_behaviour", lambda: calls.append(True))
     configure(scheduler_cls=scheduler_cls)
     assert calls == [True] * probed
 

@@ -15,7 +15,7 @@ from proxy.core.model.refusals import RefusedError
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Refusal
-from proxy.core.request.routes import find
+from proxy.core.request.route_lookup import find
 from proxy.http.headers import REQUEST_HEADERS, RESPONSE_HEADERS
 from proxy.http.request import Request, RequestHead
 from proxy.http.request_parser import HttpRequestParser, ParserState

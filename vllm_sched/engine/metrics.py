@@ -248,9 +248,9 @@ class Metrics:
         gauge_values = dict.fromkeys(self._gauge_values, 0.0)  # absent gauges become 0
         for name, by_labels in state.gauges.items():
             for labels, value in by_labels.items():
-                key = name, self._label_limits[name].limit(labels)
-                others = 0.0 if key[1] == labels else gauge_values.get(key, 0.0)
-                gauge_values[key] = others + value
+                limited = self._label_limits[name].limit(labels)
+                others = 0.0 if limited == labels else gauge_values.get((name, limited), 0.0)
+                gauge_values[name, limited] = others + value
         for (policy, name), value in state.policy_gauges.items():
             self._add_policy_metric(name, counts=False)
             gauge_values[name, (policy,)] = value

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_sched.engine import policy_setup, probes, vllm_compat
+from vllm_sched.engine import behaviour_checks, policy_setup, vllm_compat
 from vllm_sched.engine.scheduler import PolicyMixin
 from vllm_sched.engine.vllm_compat import installed_version
 from vllm_sched.errors import UnsupportedVllmError, UsageError
@@ -77,7 +77,7 @@ def _with_check(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
         policy_setup.check_configuration(config, scheduler_class)
         release = installed_version().split("+", maxsplit=1)[0]
         if scheduler_class is not None and release not in vllm_compat.TESTED_RELEASES:
-            probes.require_known_behaviour()
+            behaviour_checks.require_known_behaviour()
         compiles_logprobs(config)  # to refuse a wrong setting
         return config
 

@@ -157,7 +157,7 @@ class _Replay:
 
     def _request_events(self, step: TracedStep, request_id: str, tokens: int) -> Iterator[str]:
         if request_id not in self._tracks:  # its arrival was dropped
-            yield self._begin_track(request_id, "came before", None)
+            yield self._begin_track(request_id, "came before", idle_since=None)
         track = self._tracks[request_id]
         yield from _idle_until(track, step.start)
         name, facts = "decode", f'"tokens":{tokens}'

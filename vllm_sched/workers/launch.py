@@ -28,7 +28,7 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
@@ -280,6 +280,15 @@ class Worker:
         await asyncio.to_thread(self.stop)
 
 
+class WorkerOptions(TypedDict, total=False):
+    """Fields of `Worker` that do not depend on vLLM."""
+
+    name: str
+    cpus: Sequence[int]
+    log_file: Path | None
+    deadline_s: float
+
+
 def worker(
     side: Side | str = DEFAULT,
     *,
@@ -288,10 +297,7 @@ def worker(
     host: str = LOOPBACK,
     port: int | None = None,
     env: Mapping[str, str] | None = None,
-    cpus: Sequence[int] = (),
-    name: str = "worker",
-    log_file: Path | None = None,
-    deadline_s: float = READY_TIMEOUT_S,
+    **options: Unpack[WorkerOptions],
 ) -> Worker:
     """Return a vLLM worker, not started; the default is a free port."""
     if isinstance(side, str):
@@ -305,12 +311,9 @@ def worker(
         [sys.executable, "-m", SERVER_MODULE, *where, *built_in, *flags],
         port=port,
         host=host,
-        name=name,
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
-        cpus=cpus,
-        log_file=log_file,
         needs_metrics_folder=True,
-        deadline_s=deadline_s,
+        **options,
     )
 
 

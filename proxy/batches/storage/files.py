@@ -28,7 +28,7 @@ class FileStore(Database):
             self._insert_file(file, content)
         return file
 
-    def _insert_file(self, file: File, content: bytes | None) -> None:
+    def _insert_file(self, file: File, content: bytes | None = None) -> None:
         row = (*(asdict(file) | {"ok": int(file.ok)}).values(), content)
         self.backend.insert("files", f"{FILE_COLUMNS}, content", [row])
 

@@ -234,7 +234,7 @@ class Store(FileStore):
         file = File(
             new_id("file-"), batch.tenant, name, OUTPUT, now, expires, size, batch.id, ok
         )  # fmt: skip
-        self._insert_file(file, None)
+        self._insert_file(file)
         return file.id
 
     @frees_room

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, HandoverDecision, Lease
+from proxy.core.fleet.leases import (
+    FIRST_ATTEMPT,
+    Attempts,
+    Charge,
+    Decision,
+    HandoverDecision,
+    Lease,
+)
 from proxy.core.fleet.monitoring import WorkerHealth
 from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
@@ -24,6 +32,14 @@ LARGE_PREFILL_TOKENS = 2048  # other routers should see such a prompt at once
 MAX_LENT_OBSERVATIONS = 8  # first observations that are copied to new workers
 
 
+class SilentLease(NamedTuple):
+    """A request whose first token is not seen."""
+
+    due: float  # of its first token
+    number: int  # decides between equal times
+    lease: Lease
+
+
 class Fleet:
     """The workers, their health, and the charges on them."""
 
@@ -33,7 +49,7 @@ class Fleet:
         self.roster = Roster(clock)
         self.health = WorkerHealth(self.roster, down_after, up_after)
         self.large_prefill_changes = 0  # starts and ends of large prefills
-        self._silent: list[tuple[float, int, Lease]] = []
+        self._silent: list[SilentLease] = []
 
     def charge(
         self, info: RequestInfo, decision: Decision, now: float, attempts: Attempts = FIRST_ATTEMPT
@@ -44,15 +60,14 @@ class Fleet:
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
-        lease = Lease(
-            info, attempts, decision, worker, now, prefill_tokens=prefill, decode_tokens=decode,
-            kv_tokens=info.prompt_tokens + decode,
-        )  # fmt: skip
+        charge = Charge(worker, prefill, decode, info.prompt_tokens + decode)
+        lease = Lease(info, attempts, decision, charge, now)
         self._charge_prefill(lease, now)
         pace = worker.pace
         if info.generates and not info.stream:
             wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PREFILL_FACTOR * wait, worker.last_used, lease))
+            due = now + SILENT_PREFILL_FACTOR * wait
+            heappush(self._silent, SilentLease(due, worker.last_used, lease))
         self.roster.load_changed(worker)
         return lease
 
@@ -66,8 +81,8 @@ class Fleet:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
             longs = worker.long_tokens + worker.foreign_long_tokens
             if longs and not info.long:
-                lease.behind_long = ahead * longs / before
-                ahead -= lease.behind_long
+                lease.ahead_long_tokens = ahead * longs / before
+                ahead -= lease.ahead_long_tokens
             lease.ahead_tokens = ahead
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1
@@ -102,18 +117,14 @@ class Fleet:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
         prefill = info.prompt_tokens - cached or 1
-        prefill_leg = Lease(
-            info, attempts, decision, first, now, prefill_tokens=prefill, decode_tokens=0,
-            kv_tokens=info.prompt_tokens,
-        )  # fmt: skip
+        charge = Charge(first, prefill, 0, info.prompt_tokens)
+        prefill_leg = Lease(info, attempts, decision, charge, now)
         self._charge_prefill(prefill_leg, now)
         self.roster.load_changed(first)
         worker = decision.worker
         decode = info.expected_output * info.samples
-        lease = Lease(
-            info, attempts, decision, worker, now, prefill_tokens=0, decode_tokens=decode,
-            kv_tokens=info.prompt_tokens + decode,
-        )  # fmt: skip
+        charge = Charge(worker, 0, decode, info.prompt_tokens + decode)
+        lease = Lease(info, attempts, decision, charge, now)
         lease.prefill, lease.sent = prefill_leg, False
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1
@@ -148,7 +159,7 @@ class Fleet:
         if not lease.info.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
             due = now + SILENT_PREFILL_FACTOR * wait
-            heappush(self._silent, (due, next(self.roster.numbers), lease))
+            heappush(self._silent, SilentLease(due, next(self.roster.numbers), lease))
 
     def _unpin(self, lease: Lease) -> None:
         if lease.holds_blocks and lease.prefill is not None:
@@ -177,9 +188,8 @@ class Fleet:
         self.roster.load_changed(worker)
 
     def _learn_first_token(self, lease: Lease, cached: int, now: float) -> None:
-        tokens = lease.ahead_tokens + lease.info.prompt_tokens - cached
         pace = lease.worker.pace
-        pace.learn_first_token(tokens, lease.behind_long, cached, now - lease.charged_at, now)
+        pace.learn_first_token(lease.prefill_work(cached), now - lease.charged_at, now)
         if pace.prefills <= MAX_LENT_OBSERVATIONS:
             self._copy_latency(lease.worker)
 
@@ -201,8 +211,8 @@ class Fleet:
         if (others := self.roster.remote_load) is not None:
             others.read_remote_charges(now)
         silent = self._silent
-        while silent and (silent[0][0] <= now or silent[0][2].released):
-            lease = heappop(silent)[2]
+        while silent and (silent[0].due <= now or silent[0].lease.released):
+            lease = heappop(silent).lease
             if not lease.released:
                 kv_usage.mark_prompt_cached(lease)
             if lease.prefill_tokens:

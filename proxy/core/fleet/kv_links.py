@@ -19,7 +19,8 @@ DECODE = Role.DECODE
 FAILURES_TO_BAR = 3
 BARRED_S = 60.0
 Lives = tuple[float, float]  # `up_since` of the two workers
-Link = tuple[Worker, Worker | None]  # None: any
+Link = tuple[Worker, Worker | None]
+ANY_DECODE: Worker | None = None  # in a link that stands for the prefill worker itself
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class KvLinks:
 
     def describe(self, worker: Worker, now: float) -> str:
         """Return why a prefill worker does not prefill; empty if it does."""
-        if self.is_barred(worker, None, now):
+        if self.is_barred(worker, ANY_DECODE, now):
             return (
                 "prefills nothing for now: it refuses, or its responses name no KV blocks to fetch"
             )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from proxy.core.fleet.worker import Worker
+from proxy.core.learned.latency import PrefillWork
 from proxy.core.learned.prefix_tree import PrefixNode
 from proxy.core.learned.sessions import Session
 from proxy.core.model.specs import Score
@@ -130,6 +131,15 @@ class CacheWait:
     placed: int  # by other processes, until then
 
 
+class Charge(NamedTuple):
+    """The expected use of a worker by a request."""
+
+    worker: Worker
+    prefill_tokens: int
+    decode_tokens: int
+    kv_tokens: int
+
+
 class Lease:
     """A worker's capacity, charged for one request until released.
 
@@ -138,7 +148,7 @@ class Lease:
     """
 
     ahead_tokens: float = 0.0  # prefill tokens ahead, estimated
-    behind_long: float = 0.0  # of these, those of long requests
+    ahead_long_tokens: float = 0.0  # the same of long requests, for a short one
     trial: bool = False  # sent on trial to an open breaker
     decoding_before: int = 0  # samples decoding at the first token
     seen_tokens: int = 0  # of all samples
@@ -158,22 +168,23 @@ class Lease:
         info: RequestInfo,
         attempts: Attempts,
         decision: Decision,
-        worker: Worker,
+        charge: Charge,
         charged_at: float,
-        prefill_tokens: int,
-        decode_tokens: int,
-        kv_tokens: int,
     ) -> None:
         self.info = info
         self.attempts = attempts
         self.decision = decision
-        self.worker = worker
+        self.worker = charge.worker
         self.charged_at = charged_at
-        self.prefill_tokens = prefill_tokens  # 0 after the first token
-        self.decode_tokens = decode_tokens  # output to come
-        self.kv_tokens = kv_tokens  # less the shared part
+        self.prefill_tokens = charge.prefill_tokens  # 0 after the first token
+        self.decode_tokens = charge.decode_tokens  # output to come
+        self.kv_tokens = charge.kv_tokens  # less the shared part
 
     @property
     def running_leg(self) -> Lease:
         prefill_leg = self.prefill
         return self if prefill_leg is None or prefill_leg.released else prefill_leg
+
+    def prefill_work(self, cached_tokens: int) -> PrefillWork:
+        tokens = self.ahead_tokens + self.info.prompt_tokens - cached_tokens
+        return PrefillWork(tokens, self.ahead_long_tokens, cached_tokens)

@@ -27,26 +27,22 @@ class RemoteLoad(Protocol):
         """Return whether remote charges fill a chosen worker; then apply them."""
 
 
-def own_numbers(worker: Worker) -> tuple[int, ...]:
-    """Return this process's charges in the order of `WorkerLoad`."""
-    remote = worker.remote_load
-    return (
-        worker.requests - remote[0],
-        worker.sequences - remote[1],
-        worker.prefill_tokens - remote[2],
-        worker.long_tokens - remote[3],
-        worker.decode_tokens - remote[4],
-        worker.kv_tokens - remote[5],
-        worker.num_decoding - remote[6],
-        worker.unfetched_handovers - remote[7],
-        worker.kv_coming - remote[8],
-        worker.total_written - remote[9],
-        worker.total_placed - remote[10],
-    )
-
-
 def own(worker: Worker) -> WorkerLoad:
-    return WorkerLoad._make(own_numbers(worker))
+    """Return this process's charges."""
+    remote = worker.remote_load
+    return WorkerLoad(
+        worker.requests - remote.requests,
+        worker.sequences - remote.sequences,
+        worker.prefill_tokens - remote.prefill_tokens,
+        worker.long_tokens - remote.long_tokens,
+        worker.decode_tokens - remote.decode_tokens,
+        worker.kv_tokens - remote.kv_tokens,
+        worker.num_decoding - remote.num_decoding,
+        worker.unfetched_handovers - remote.unfetched_handovers,
+        worker.kv_coming - remote.kv_coming,
+        worker.total_written - remote.total_written,
+        worker.total_placed - remote.total_placed,
+    )
 
 
 def set_remote_load(worker: Worker, load: WorkerLoad, now: float) -> None:
@@ -71,18 +67,18 @@ def inherit_load(successor: Worker, before: Worker) -> None:
 
 def _replace_load(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> int:
     """Replace a load; return the increase in prefill tokens."""
-    worker.requests += load[0] - before[0]
-    worker.sequences += load[1] - before[1]
-    worker.long_tokens += load[3] - before[3]
-    worker.decode_tokens += load[4] - before[4]
-    worker.kv_tokens += load[5] - before[5]
-    worker.unfetched_handovers += load[7] - before[7]
-    worker.kv_coming += load[8] - before[8]
-    worker.total_written += load[9] - before[9]
-    worker.total_placed += load[10] - before[10]
-    if load[6] != before[6]:
-        worker.num_decoding += load[6] - before[6]
+    worker.requests += load.requests - before.requests
+    worker.sequences += load.sequences - before.sequences
+    worker.long_tokens += load.long_tokens - before.long_tokens
+    worker.decode_tokens += load.decode_tokens - before.decode_tokens
+    worker.kv_tokens += load.kv_tokens - before.kv_tokens
+    worker.unfetched_handovers += load.unfetched_handovers - before.unfetched_handovers
+    worker.kv_coming += load.kv_coming - before.kv_coming
+    worker.total_written += load.total_written - before.total_written
+    worker.total_placed += load.total_placed - before.total_placed
+    if load.num_decoding != before.num_decoding:
+        worker.num_decoding += load.num_decoding - before.num_decoding
         worker.reprice()
-    grown = load[2] - before[2]
+    grown = load.prefill_tokens - before.prefill_tokens
     worker.prefill_tokens += grown
     return grown

@@ -17,6 +17,7 @@ How it fails: attention makes late tokens dearer, so shorts on mixed workers are
 from __future__ import annotations
 
 from math import exp, log
+from typing import NamedTuple
 
 # First values; only the order of magnitude matters.
 FIXED_S, TOKEN_S = 0.02, 1e-4
@@ -29,6 +30,14 @@ MIN_LEARNING_RATE = 0.08
 LEARNING_INTERVAL_S, UNTHROTTLED_OBSERVATIONS = 0.01, 50  # the interval applies after these
 SLOW_LEARNING_RATE = 0.1
 PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
+
+
+class PrefillWork(NamedTuple):
+    """Prompt tokens that were computed before a first token."""
+
+    tokens: float  # uncached ones of the request, and those ahead of it
+    long_tokens: float = 0.0  # ahead of a short request, of long ones
+    cached_tokens: float = 0.0  # of the request, as predicted
 
 
 class LatencyModel:
@@ -54,29 +63,24 @@ class LatencyModel:
     def step_s(self, sequences: float) -> float:
         return self.base_s + self.each_s * sequences
 
-    def first_token_s(self, tokens: float, behind: float = 0.0, cached: float = 0.0) -> float:
-        """Predict the time to first token; `behind`: longs' tokens."""
-        counted = tokens + self.passing * behind + self.missing * cached
+    def first_token_s(self, tokens: float, long_tokens: float = 0.0, cached: float = 0.0) -> float:
+        """Predict the time to first token; the arguments are those of `PrefillWork`."""
+        counted = tokens + self.passing * long_tokens + self.missing * cached
         return self.fixed_s + self.token_s * counted
 
     def learn_first_token(
-        self,
-        tokens: float,
-        behind: float,
-        cached: float,
-        seconds: float,
-        now: float,
-        weight: float = 1.0,
+        self, work: PrefillWork, seconds: float, now: float, weight: float = 1.0
     ) -> None:
+        tokens, long_tokens, cached = work
         self.prefills += weight
         self.seen_at = now
         if self.prefills > UNTHROTTLED_OBSERVATIONS:
             self.first_token_learnable_at = now + LEARNING_INTERVAL_S
-        predicted = self.first_token_s(tokens, behind, cached)
+        predicted = self.first_token_s(tokens, long_tokens, cached)
         blame = _log_error(predicted, seconds, weight, self.prefills) / predicted
         flat, token_s = self.fixed_s, self.token_s
-        if behind:
-            self.passing = _share(self.passing, blame * token_s * self.passing * behind)
+        if long_tokens:
+            self.passing = _share(self.passing, blame * token_s * self.passing * long_tokens)
         if cached:
             self.missing = _share(self.missing, blame * token_s * self.missing * cached)
         self.token_s = max(token_s * exp(blame * token_s * tokens), MIN_VALUE)
@@ -95,20 +99,13 @@ class LatencyModel:
         self.base_s = max(self.base_s * exp(blame * (predicted - grown)), MIN_VALUE)
 
     def learn_total(
-        self,
-        tokens: float,
-        behind: float,
-        cached: float,
-        sequences: float,
-        steps: int,
-        seconds: float,
-        now: float,
+        self, work: PrefillWork, sequences: float, steps: int, seconds: float, now: float
     ) -> None:
         """Learn from a total time, split as predicted."""
-        first, step = self.first_token_s(tokens, behind, cached), self.step_s(sequences)
+        first, step = self.first_token_s(*work), self.step_s(sequences)
         whole = first + steps * step
         ratio, share = seconds / whole, first / whole
-        self.learn_first_token(tokens, behind, cached, first * ratio, now, share)
+        self.learn_first_token(work, first * ratio, now, share)
         if steps:
             self.learn_steps(sequences, step * ratio, now, 1.0 - share)
 

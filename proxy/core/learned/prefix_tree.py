@@ -42,7 +42,7 @@ class PrefixTree:
     __slots__ = ("_root", "saved", "tokens")
 
     def __init__(self) -> None:
-        self._root = PrefixNode(None, (), 0, 0, 0)
+        self._root = PrefixNode(above=None, blocks=(), begin=0, end=0, tokens=0)
         self.tokens = 0
         self.saved = 0  # saved by sharing
 

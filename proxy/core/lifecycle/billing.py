@@ -204,10 +204,10 @@ def _decode_start(lease: Lease) -> float:
     if info.stream and (begun_at is None or info.route in FIRST_EVENT_IS_TOKEN):
         since = first_token_time(lease)
         return inf if since is None else since
-    cached, handover = lease.decision.cached_tokens, lease.decision.handover
+    handover = lease.decision.handover
     if handover is None:
-        tokens = lease.ahead_tokens + info.prompt_tokens - cached
-        since = lease.charged_at + pace.first_token_s(tokens, lease.behind_long, cached)
+        work = lease.prefill_work(lease.decision.cached_tokens)
+        since = lease.charged_at + pace.first_token_s(*work)
     else:
         since = lease.charged_at + handover.transfer_s
     if info.stream and begun_at is not None:

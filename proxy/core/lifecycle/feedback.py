@@ -23,7 +23,8 @@ def update_breaker(
     lease: Lease,
     now: float,
     outcome: Outcome,
-    retry_after_s: float | None,
+    *,
+    retry_after_s: float | None = None,
     why: str = "",
 ) -> None:
     """Update the breaker; only a trial may close it."""
@@ -67,8 +68,7 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
 
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
-    info, cached = lease.info, lease.decision.cached_tokens
-    pace = lease.worker.pace
+    info, pace = lease.info, lease.worker.pace
     if info.generates:
         steps = tokens // max(info.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
@@ -80,8 +80,8 @@ def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
             seconds = now - lease.charged_at
             handover = lease.decision.handover
             if handover is None:
-                ahead = lease.ahead_tokens + info.prompt_tokens - cached
-                pace.learn_total(ahead, lease.behind_long, cached, beside, steps, seconds, now)
+                work = lease.prefill_work(lease.decision.cached_tokens)
+                pace.learn_total(work, beside, steps, seconds, now)
             elif steps >= MIN_STEPS and handover.tokens:  # its first token follows the transfer
                 decode_s = max(seconds - handover.transfer_s, 0.0)
                 pace.learn_steps(beside, decode_s / (steps + 1), now)
@@ -93,7 +93,7 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     Otherwise a hung worker would look fast.
     """
     info, worker = lease.info, lease.worker
-    pace, cached = worker.pace, lease.decision.cached_tokens
+    pace = worker.pace
     if lease.first_token_at is not None or not lease.sent or not info.needs_engine:
         return
     if lease.prefill is not None:  # only successful transfers count
@@ -101,19 +101,19 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
     if now < pace.first_token_learnable_at:  # many clients leave at once
         return
     seconds = now - lease.charged_at
-    tokens = lease.ahead_tokens + info.prompt_tokens - cached
-    first_s = pace.first_token_s(tokens, lease.behind_long, cached)
+    work = lease.prefill_work(lease.decision.cached_tokens)
+    first_s = pace.first_token_s(*work)
     if info.stream or not info.generates:
         if seconds <= first_s:
             return
-        pace.learn_first_token(tokens, lease.behind_long, cached, seconds, now)
+        pace.learn_first_token(work, seconds, now)
     else:
         if info.output_tokens is None or info.samples > 1:
             return  # unknown total
         beside, steps = worker.num_decoding + 1, max(info.output_tokens - 1, 0)
         if seconds <= first_s + steps * pace.step_s(beside):
             return
-        pace.learn_total(tokens, lease.behind_long, cached, beside, steps, seconds, now)
+        pace.learn_total(work, beside, steps, seconds, now)
     worker.reprice()
     fleet.roster.load_changed(worker)
 

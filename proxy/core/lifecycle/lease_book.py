@@ -53,7 +53,7 @@ class LeaseBook:
         if prefill_leg is None or handover is None or prefill_leg.released:
             return
         self._fleet.hand_over(lease, now)
-        feedback.update_breaker(self._fleet, prefill_leg, now, DONE, None)
+        feedback.update_breaker(self._fleet, prefill_leg, now, DONE)
         if usage is not None:
             feedback.learn_cached(prefill_leg.worker, handover.cached_tokens, usage)
 
@@ -121,6 +121,7 @@ class LeaseBook:
         now: float,
         outcome: Outcome,
         usage: Usage | None = None,
+        *,
         retry_after_s: float | None = None,
         why: str = "",
     ) -> None:
@@ -135,10 +136,14 @@ class LeaseBook:
         if lease.info.tenant is not None:
             billing.settle(self._placer.settings.fairness, lease, now, outcome, usage)
         if leg is not lease:  # the prefill failed
-            feedback.update_breaker(self._fleet, leg, now, outcome, retry_after_s, why)
-            feedback.update_breaker(self._fleet, lease, now, Outcome.MOOT, None)
+            feedback.update_breaker(
+                self._fleet, leg, now, outcome, retry_after_s=retry_after_s, why=why
+            )
+            feedback.update_breaker(self._fleet, lease, now, Outcome.MOOT)
             return
-        feedback.update_breaker(self._fleet, lease, now, outcome, retry_after_s, why)
+        feedback.update_breaker(
+            self._fleet, lease, now, outcome, retry_after_s=retry_after_s, why=why
+        )
         if outcome is CLIENT_GONE:
             feedback.learn_from_disconnect(self._fleet, lease, now)
         if outcome is DONE and lease.attempts.erred_on:
@@ -202,11 +207,15 @@ class LeaseBook:
         return larger
 
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
-        info, prefill_leg = lease.info, lease.prefill
+        info, prefill_leg, links = lease.info, lease.prefill, self._placer.links
+        failed = None if prefill_leg is None else prefill_leg.worker
         pool = self._roster.pool(info.model)
-        tried = frozenset(() if prefill_leg is None else (prefill_leg.worker,))
-        links = self._placer.links
-        return handover_cost.choose_prefill(pool, info, now, [], tried, links) is not None
+        return any(
+            worker is not failed
+            and handover_cost.may_prefill(worker, info, now, links)
+            and links.can_reach(worker, pool.all, now)
+            for worker in pool.prefills
+        )
 
     def has_other_worker(self, lease: Lease) -> bool:
         """Return whether another worker could serve all of it."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from proxy.core.model.types import RequestInfo
 from proxy.core.queue.eviction import APART, Amounts
-from proxy.core.queue.request_fifo import Entry, Key, Place, RequestFifo, SortKey
+from proxy.core.queue.request_fifo import Entry, FifoKey, Place, RequestFifo, SortKey
 from proxy.core.queue.sorted_fifos import SortedFifos
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
@@ -67,7 +67,7 @@ class Buckets:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[Key, RequestFifo] = {}
+        self.by_key: dict[FifoKey, RequestFifo] = {}
         self._buckets: dict[tuple[Place, Rank], Bucket] = {}
         self._by_tenant: dict[Tenant, list[RequestFifo]] = {}
         self._watch = ChangedTenants()
@@ -85,20 +85,28 @@ class Buckets:
         bucket = self._buckets.get((place, rank))
         if bucket is None:
             return 0
-        own = self.by_key.get((place, rank, tenant))
+        own = self.by_key.get(FifoKey(place, rank, tenant))
         before = own.index(key) if own is not None else 0
         behind = own is not None and len(own.tickets) > before
         return sum(bucket.longer_than[: before + 1]) - behind
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
-        return (at for at in self._buckets if at[0][0] == model and at[0][1] != FOR_CACHE)
+        return (
+            (place, rank)
+            for place, rank in self._buckets
+            if place.model == model and place.size != FOR_CACHE
+        )
 
     def in_order(self) -> Iterator[tuple[tuple[Place, Rank], Bucket]]:
         """Sort the FIFOs; return the buckets of requests that any free slot may serve."""
         for tenant in self._watch.pop_all():
             for fifo in self._by_tenant.get(tenant, ()):
                 self._sort(fifo)
-        return ((at, found) for at, found in self._buckets.items() if at[0][1] != FOR_CACHE)
+        return (
+            ((place, rank), bucket)
+            for (place, rank), bucket in self._buckets.items()
+            if place.size != FOR_CACHE
+        )
 
     def has_waiting(self, tenant: Tenant, rank: Rank) -> bool:
         return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))
@@ -108,17 +116,18 @@ class Buckets:
         fifo = self.by_key.get(key)
         if fifo is None:
             since = 0.0
-            if (tenant := key[2]) is not None:
+            if (tenant := key.tenant) is not None:
                 own = self._by_tenant.setdefault(tenant, [])
-                waits = (other.since for other in own if other.rank is key[1])
+                waits = (other.since for other in own if other.rank is key.rank)
                 since = min(waits, default=ticket.since)
             fifo = self.by_key[key] = RequestFifo(key, next(self._numbers), since)
             if tenant is not None:
                 own.append(fifo)
                 tenant.watches.add(self._watch)
-        bucket = self._buckets.get(key[:2])
+        at = key.place, key.rank
+        bucket = self._buckets.get(at)
         if bucket is None:
-            bucket = self._buckets[key[:2]] = Bucket()
+            bucket = self._buckets[at] = Bucket()
         bucket.count_longer(len(fifo.tickets))
         fifo.put(ticket)
         bucket.add(ticket)
@@ -199,13 +208,13 @@ class RemoteQueues(Protocol):
 
 
 def place_of(info: RequestInfo) -> Place:
-    return info.model, LONG if info.long else SHORT
+    return Place(info.model, LONG if info.long else SHORT)
 
 
-def key_of(ticket: Ticket) -> Key:
+def key_of(ticket: Ticket) -> FifoKey:
     info = ticket.info
     if ticket.cache_wait is not None:
-        return (info.model, FOR_CACHE), info.rank, info.tenant
+        return FifoKey(Place(info.model, FOR_CACHE), info.rank, info.tenant)
     if ticket.attempts.is_retry or info.pinned:
-        return (info.model, APART), info.rank, info.tenant
-    return place_of(info), info.rank, info.tenant
+        return FifoKey(Place(info.model, APART), info.rank, info.tenant)
+    return FifoKey(place_of(info), info.rank, info.tenant)

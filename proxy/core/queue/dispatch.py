@@ -112,15 +112,18 @@ class DispatchRound:
             self._held_places.add(place)
             return None
         placed = self._dispatch_first(fifo, aged=rank in aged)
-        if placed is not None and not isinstance(placed[1], CacheWait):
-            self._last_dispatches.record(place[0], rank, now, passed=not order[0])
+        if placed is None:
+            return None
+        _, placement = placed
+        if not isinstance(placement, CacheWait):
+            self._last_dispatches.record(place.model, rank, now, passed=not order[0])
         return placed
 
     def _need_bound(self, place: Place) -> int:
         """Return the context need from which requests at a place are skipped."""
         if place in self._held_places or self._misses.get(place, 0) >= MAX_TRIED_TICKETS:
             return 0
-        return maxsize if place[1] == APART else self._failed_need.get(place, maxsize)
+        return maxsize if place.size == APART else self._failed_need.get(place, maxsize)
 
     def _aged_classes(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, AgeOrder]:
         """Return the classes old enough to go ahead in this turn."""

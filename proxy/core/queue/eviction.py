@@ -10,6 +10,7 @@ Cost: nothing until the queue is full; then a scan of the FIFOs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from proxy.core.model.types import RequestInfo
 from proxy.core.queue.request_fifo import RequestFifo
@@ -19,12 +20,19 @@ from proxy.core.tenants.tenants import Rank, Tenant
 BATCH = Rank.BATCH
 APART = "apart"
 MAX_EVICTED = 64  # per new request
-Amounts = tuple[float, float, float]  # requests, bytes, tokens
-NO_AMOUNTS: Amounts = (0, 0, 0)
+
+
+class Amounts(NamedTuple):
+    requests: float = 0
+    bytes: float = 0
+    tokens: float = 0
+
+
+NO_AMOUNTS = Amounts()
 
 
 def amounts_of(info: RequestInfo) -> Amounts:
-    return 1, info.body_bytes, info.prompt_tokens
+    return Amounts(1, info.body_bytes, info.prompt_tokens)
 
 
 class Evictions:
@@ -37,7 +45,7 @@ class Evictions:
 
     def remove(self, info: RequestInfo) -> None:
         left = add_amounts(self._used[info.tenant], amounts_of(info), -1)
-        if left[0]:
+        if left.requests:
             self._used[info.tenant] = left
         else:
             del self._used[info.tenant]
@@ -52,7 +60,7 @@ class Evictions:
         used = dict(self._used)
         own_used = add_amounts(used.get(info.tenant, NO_AMOUNTS), amounts_of(info))
         own_share = _share(own_used, limits, info.tenant)
-        fifos = [fifo for fifo in fifos if fifo.place[1] != APART and _may_yield(fifo, info)]
+        fifos = [fifo for fifo in fifos if fifo.place.size != APART and _may_yield(fifo, info)]
         return _choose_last(
             fifos,
             used,
@@ -68,7 +76,7 @@ class Evictions:
 
         An oversized request accepted by an empty queue is kept.
         """
-        fifos = [fifo for fifo in fifos if fifo.place[1] != APART]
+        fifos = [fifo for fifo in fifos if fifo.place.size != APART]
         return _choose_last(fifos, dict(self._used), excess, limits, lambda _: True, partly=True)
 
 
@@ -83,7 +91,7 @@ def _choose_last(
 ) -> list[Ticket]:
     """Take the last ticket of the largest tenant until nothing exceeds its limit."""
     tickets = {
-        fifo.key: [t for t in fifo.tickets if t.info.prompt_tokens <= limits[2]]
+        fifo.key: [t for t in fifo.tickets if t.info.prompt_tokens <= limits.tokens]
         if partly
         else fifo.tickets
         for fifo in fifos
@@ -128,9 +136,15 @@ def _eviction_order(
 
 
 def _share(used: Amounts, limits: Amounts, tenant: Tenant | None) -> float:
-    share = max(used[0] / limits[0], used[1] / limits[1], used[2] / limits[2])
+    share = max(
+        used.requests / limits.requests, used.bytes / limits.bytes, used.tokens / limits.tokens
+    )
     return share if tenant is None else share / tenant.spec.weight
 
 
 def add_amounts(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
-    return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]
+    return Amounts(
+        one.requests + sign * other.requests,
+        one.bytes + sign * other.bytes,
+        one.tokens + sign * other.tokens,
+    )

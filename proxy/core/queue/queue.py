@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import ceil, inf
+from typing import NamedTuple
 
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
@@ -27,17 +28,23 @@ from proxy.core.queue.dispatch import Answer, DispatchRound, LastDispatches, Pla
 from proxy.core.queue.eviction import NO_AMOUNTS, Amounts, Evictions, add_amounts, amounts_of
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
 from proxy.core.queue.request_fifo import Place, SortKey
+from proxy.core.queue.slot_rate import SlotRate
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import NOT_URGENT, Urgency
 from proxy.core.tenants.tenants import Rank
 
-RATE_SAMPLE_S = 5.0  # per sample of freed slots
 MAX_RETRY_AFTER_S = 120
 MAX_CACHE_WAIT_SHARE = 0.5  # of the longest wait
 SPARE_DEADLINES = 64  # outdated deadlines before a sweep
 RANKS = tuple(Rank)
 BATCH = Rank.BATCH
 ABOVE_BATCH = RANKS[:BATCH]
+
+
+class Deadline(NamedTuple):
+    at: float
+    number: int  # decides between equal times
+    ticket: Ticket
 
 
 class Queue:
@@ -65,13 +72,9 @@ class Queue:
         self._evictions = Evictions()
         self._buckets = Buckets()
         self.last_dispatches = LastDispatches()
-        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._deadlines: list[Deadline] = []
         self._numbers = count()
-        self._freed_slots = 0  # since the start
-        # Two samples (time, slots freed): older, newer. Time without waiting requests is excluded:
-        # freed slots then measure demand, not speed.
-        self._samples = ((0.0, 0), (0.0, 0))
-        self._last_waiting_at = -inf  # a request was last seen waiting
+        self._slot_rate = SlotRate()
 
     def __len__(self) -> int:
         return self.length
@@ -106,7 +109,7 @@ class Queue:
     @property
     def mean_amounts(self) -> Amounts:
         length = max(self.length, 1)
-        return 1, self.bytes / length, self.tokens / length
+        return Amounts(1, self.bytes / length, self.tokens / length)
 
     def _excess(self, one: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
@@ -115,21 +118,22 @@ class Queue:
             parts, own = others.processes + 1, add_amounts(self._own_amounts(), one)
             if all(amount * parts <= limit for amount, limit in zip(own, limits, strict=True)):
                 return NO_AMOUNTS
-        if not total[0]:  # an empty queue takes a prompt of any size
-            limits = limits[0], limits[1], inf
+        if not total.requests:  # an empty queue takes a prompt of any size
+            limits = limits._replace(tokens=inf)
         return add_amounts(add_amounts(total, one), limits, -1)
 
     def _own_amounts(self) -> Amounts:
-        return self.length, self.bytes, self.tokens
+        return Amounts(self.length, self.bytes, self.tokens)
 
     def _total_amounts(self) -> Amounts:
         if (others := self.remote_queues) is None:
             return self._own_amounts()
-        return add_amounts(self._own_amounts(), (others.length, others.bytes, others.tokens))
+        remote = Amounts(others.length, others.bytes, others.tokens)
+        return add_amounts(self._own_amounts(), remote)
 
     def _max_amounts(self) -> Amounts:
         max_tokens = inf if self.max_tokens is None else self.max_tokens
-        return self.max_requests, self.max_bytes, max_tokens
+        return Amounts(self.max_requests, self.max_bytes, max_tokens)
 
     def choose_evicted(self, info: RequestInfo) -> list[Ticket]:
         """Return the tickets to evict; none if that does not help."""
@@ -141,7 +145,7 @@ class Queue:
         )
 
     def _whole_amounts(self) -> Amounts:
-        return self.max_requests or inf, self.max_bytes, self.max_tokens or inf
+        return Amounts(self.max_requests or inf, self.max_bytes, self.max_tokens or inf)
 
     def choose_surplus(self) -> list[Ticket]:
         """Return tickets to evict, if this is the fullest process."""
@@ -150,12 +154,13 @@ class Queue:
             return []
         others_have_more = others.has_more(self._own_amounts())
         excess = add_amounts(self._total_amounts(), self._max_amounts(), -1)
-        over = [0 if more else x for x, more in zip(excess, others_have_more, strict=True)]
+        over = Amounts(
+            *(0 if more else x for x, more in zip(excess, others_have_more, strict=True))
+        )
         if max(over) <= 0:
             return []
-        length, size, tokens = over
         fifos = self._buckets.by_key.values()
-        return self._evictions.choose_surplus(fifos, (length, size, tokens), self._whole_amounts())
+        return self._evictions.choose_surplus(fifos, over, self._whole_amounts())
 
     @property
     def has_waiting(self) -> bool:
@@ -164,7 +169,7 @@ class Queue:
 
     def count_waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
-        place = model, LONG if long else SHORT
+        place = Place(model, LONG if long else SHORT)
         here = sum(self._buckets.count(place, rank) for rank in ABOVE_BATCH)
         remote = self.remote_queues
         return here + (remote is not None and remote.has_higher_class(place, BATCH))
@@ -174,7 +179,7 @@ class Queue:
             return True
         remote = self.remote_queues
         return remote is not None and any(
-            remote.has_higher_class((model, size), BATCH + 1) for size in (SHORT, LONG)
+            remote.has_higher_class(Place(model, size), BATCH + 1) for size in (SHORT, LONG)
         )
 
     def any_ahead_of(self, info: RequestInfo) -> bool:
@@ -218,15 +223,15 @@ class Queue:
         ticket = Ticket(info, attempts, now, deadline, for_client, key)
         if info.tenant is not None:
             self.shares.add(info.tenant, info.rank)
-        self._put(ticket, cache_wait, now)
-        heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
+        self._put(ticket, now, cache_wait)
+        heappush(self._deadlines, Deadline(ticket.deadline, next(self._numbers), ticket))
         self._evictions.add(info)
         self.length += 1
         self.bytes += info.body_bytes
         self.tokens += info.prompt_tokens
         return ticket
 
-    def _put(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
+    def _put(self, ticket: Ticket, now: float, cache_wait: CacheWait | None) -> None:
         """Put a ticket in order with others, or let it wait for a cache."""
         ticket.cache_wait = cache_wait
         if cache_wait is not None:
@@ -236,8 +241,8 @@ class Queue:
             self.cache_waits.add(ticket, cache_wait)
         else:
             if not self._num_in_order:
-                self._resume_samples(now)
-            self._last_waiting_at = now
+                self._slot_rate.resume(now)
+            self._slot_rate.record_waiting(now)
             self._num_in_order += 1
         self._buckets.push(ticket)
         if self.remote_queues is not None:
@@ -250,9 +255,10 @@ class Queue:
         else:
             self._num_in_order -= 1
 
-    def _move(self, ticket: Ticket, cache_wait: CacheWait | None, now: float) -> None:
+    def _move(self, ticket: Ticket, now: float, cache_wait: CacheWait | None = None) -> None:
+        """Put a ticket in order, or let it wait for another cache."""
         self._extract(ticket)
-        self._put(ticket, cache_wait, now)
+        self._put(ticket, now, cache_wait)
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a ticket; False if it has left before."""
@@ -271,15 +277,15 @@ class Queue:
         self.bytes -= info.body_bytes
         self.tokens -= info.prompt_tokens
         if len(self._deadlines) > 2 * self.length + SPARE_DEADLINES:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].removed]
+            self._deadlines = [entry for entry in self._deadlines if not entry.ticket.removed]
             heapify(self._deadlines)
         return True
 
     def pop_expired(self, now: float) -> list[Ticket]:
         gone: list[Ticket] = []
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].removed):
-            ticket = heappop(deadlines)[2]
+        while deadlines and (deadlines[0].at <= now or deadlines[0].ticket.removed):
+            ticket = heappop(deadlines).ticket
             if self.remove(ticket):
                 gone.append(ticket)
                 deadlines = self._deadlines
@@ -290,45 +296,27 @@ class Queue:
     ) -> Iterator[tuple[Ticket, Answer]]:
         """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
-            self._move(ticket, None, now)
+            self._move(ticket, now)
         ages, remote = self.fairness.ages, self.remote_queues
         dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
         while (placed := dispatches.next()) is not None:
             ticket, answer = placed
             if isinstance(answer, CacheWait):
-                self._move(ticket, answer, now)
+                self._move(ticket, now, cache_wait=answer)
             else:
                 self.remove(ticket)
                 yield ticket, answer
 
     def record_freed_slot(self, now: float) -> None:
         if not self.max_requests:  # no queue: each refused request is demand
-            if now - self._samples[1][0] > 2 * RATE_SAMPLE_S:
-                self._samples = ((now, self._freed_slots),) * 2
+            self._slot_rate.restart_if_old(now)
         elif not self._num_in_order:
             return
-        self._last_waiting_at = now
-        self._freed_slots += 1
-        if now - self._samples[1][0] > RATE_SAMPLE_S:
-            self._samples = self._samples[1], (now, self._freed_slots)
-
-    def _resume_samples(self, now: float) -> None:
-        """Resume the samples after a pause; restart them after a long one."""
-        if (idle_s := now - self._last_waiting_at) > 2 * RATE_SAMPLE_S:
-            self._samples = ((now, self._freed_slots),) * 2
-        else:
-            older, newer = self._samples
-            self._samples = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
+        self._slot_rate.record_freed(now)
 
     def wait_s(self, now: float, ahead: int) -> float | None:
-        """Return the predicted wait; None if the speed is unknown."""
-        if not self._num_in_order:
-            if now - self._last_waiting_at > 2 * RATE_SAMPLE_S:
-                return None
-            now = self._last_waiting_at
-        since, before = self._samples[0]
-        freed, seconds = self._freed_slots - before, now - since
-        return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
+        """Return the predicted wait; None if it is unknown how often slots become free."""
+        return self._slot_rate.wait_s(now, ahead, is_pause=not self._num_in_order)
 
     def retry_after_s(self, now: float) -> int:
         wait = self.wait_s(now, self._num_in_order)

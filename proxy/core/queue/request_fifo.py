@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from operator import attrgetter
 from sys import maxsize
-from typing import Final
+from typing import Final, NamedTuple
 
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import NO_TENANT, Rank, Tenant
 
-Place = tuple[str, str]  # model and size
-Key = tuple[Place, Rank, Tenant | None]
 # Class, tenant's counter and mark, first ticket's key. Marks decide between equal counters.
 SortKey = tuple[Rank, float, int, float]
 # Tenant's counter, when it began to wait, first ticket's key, FIFO number, context needed.
@@ -21,12 +19,23 @@ FIFO: Final = 5
 KEY = attrgetter("key")
 
 
+class Place(NamedTuple):
+    model: str
+    size: str
+
+
+class FifoKey(NamedTuple):
+    place: Place
+    rank: Rank
+    tenant: Tenant | None
+
+
 class RequestFifo:
     __slots__ = (
         "entry", "key", "least_need", "number", "place", "rank", "since", "tenant", "tickets",
     )  # fmt: skip
 
-    def __init__(self, key: Key, number: int, since: float) -> None:
+    def __init__(self, key: FifoKey, number: int, since: float) -> None:
         self.key = key
         self.place, self.rank, self.tenant = key
         self.number = number

@@ -113,9 +113,9 @@ class Sizer:
         if extent.guessed or extent.cut:
             info.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.truncates_if_asked):
-            _apply_truncation(info, parse_count(body.get(CUT)), extent.prompts)
+            _apply_truncation(info, extent.prompts, max_tokens=parse_count(body.get(CUT)))
         elif route.shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
-            _apply_truncation(info, None, extent.prompts)
+            _apply_truncation(info, extent.prompts)
         return info
 
     def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
@@ -271,8 +271,8 @@ def _read_samples(value: object) -> int:
     return found or 1
 
 
-def _apply_truncation(info: RequestInfo, max_tokens: int | None, prompts: int) -> None:
-    """Apply truncation by the worker: to `max_tokens` tokens, or to its context."""
+def _apply_truncation(info: RequestInfo, prompts: int, max_tokens: int | None = None) -> None:
+    """Apply truncation by the worker: to `max_tokens` tokens, by default to its context."""
     sure = info.largest_prompt - info.prompt_error
     info.sure_prompt = sure if max_tokens is None else min(sure, max_tokens)
     if max_tokens is None:

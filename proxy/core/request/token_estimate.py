@@ -349,32 +349,34 @@ def _measure_tokens(extent: PromptExtent, body: dict[str, JSON]) -> None:
         extent.tokens = len(ids)
 
 
-PAIR_KEYS = (("query", "queries", "data_1", "text_1"), ("documents", "items", "data_2", "text_2"))
-PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # tokens per text; 0: no cut
+QUERY_KEYS = ("query", "queries", "data_1", "text_1")
+DOCUMENT_KEYS = ("documents", "items", "data_2", "text_2")
+QUERY_CUT, DOCUMENT_CUT = "max_tokens_per_query", "max_tokens_per_doc"  # per text; 0: no cut
 BYTES_KEPT = 4  # per token, of cut text
 
 
 def _measure_pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:
-    cuts = [parse_count(body.get(key)) or 0 for key in PAIR_CUTS]
+    query_cut, document_cut = body.get(QUERY_CUT), body.get(DOCUMENT_CUT)
     sizes = extent.sizes
-    left = _measure_side(body, PAIR_KEYS[0], cuts[0], MAX_EXAMINED, sizes)
-    right = _measure_side(body, PAIR_KEYS[1], cuts[1], left.examinable, sizes)
-    repeats = right.prompts if left.prompts == 1 else 1  # one query is read for each document
-    extent.prompts = right.prompts
-    extent.text = repeats * left.text + right.text
-    extent.tokens = repeats * left.tokens + right.tokens
-    extent.guessed = repeats * left.guessed + right.guessed
-    _add_media(extent, left, repeats)
-    _add_media(extent, right)
-    extent.largest_text = left.largest_text + right.largest_text
-    extent.largest_tokens = left.largest_tokens + right.largest_tokens
-    extent.cut = left.cut or right.cut
+    queries = _measure_side(body, QUERY_KEYS, query_cut, MAX_EXAMINED, sizes)
+    documents = _measure_side(body, DOCUMENT_KEYS, document_cut, queries.examinable, sizes)
+    repeats = documents.prompts if queries.prompts == 1 else 1  # it is read for each document
+    extent.prompts = documents.prompts
+    extent.text = repeats * queries.text + documents.text
+    extent.tokens = repeats * queries.tokens + documents.tokens
+    extent.guessed = repeats * queries.guessed + documents.guessed
+    _add_media(extent, queries, repeats)
+    _add_media(extent, documents)
+    extent.largest_text = queries.largest_text + documents.largest_text
+    extent.largest_tokens = queries.largest_tokens + documents.largest_tokens
+    extent.cut = queries.cut or documents.cut
 
 
 def _measure_side(
-    body: dict[str, JSON], keys: tuple[str, ...], max_tokens: int, examinable: int, sizes: Numbers
+    body: dict[str, JSON], keys: tuple[str, ...], cut: JSON, examinable: int, sizes: Numbers
 ) -> PromptExtent:
     """Measure all prompts of a side; the largest text and tokens may differ in prompt."""
+    max_tokens = parse_count(cut) or 0
     value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]

@@ -20,10 +20,9 @@ from math import inf
 from typing import Final, NamedTuple
 
 from proxy.core.fleet import slots
-from proxy.core.fleet.kv_links import KvLinks
+from proxy.core.fleet.kv_links import ANY_DECODE, KvLinks
 from proxy.core.fleet.leases import Decision, Lease
-from proxy.core.fleet.pool import Pool
-from proxy.core.fleet.worker import PrefixHolders, Worker
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
 from proxy.core.routing.candidates import find_due_trial
@@ -66,30 +65,26 @@ def may_queue(worker: Worker, info: RequestInfo) -> bool:
     return worker.role is not DECODE or worker.prefill_tokens < info.prompt_tokens
 
 
-def choose_prefill(
-    pool: Pool,
-    info: RequestInfo,
-    now: float,
-    prefixes: PrefixHolders,
-    tried: frozenset[Worker],
-    links: KvLinks,
-    *,
-    tries: bool = False,
-) -> PrefillChoice | None:
+def may_prefill(worker: Worker, info: RequestInfo, now: float, links: KvLinks) -> bool:
+    """Return whether a prefill worker can take a prompt, if it has a link to a decode worker."""
+    if not worker.accepts(now) or info.largest_prompt - info.prompt_error >= worker.context_limit:
+        return False
+    return not (links.has_failures and links.is_barred(worker, ANY_DECODE, now))
+
+
+def choose_prefill(view: View, links: KvLinks, *, may_try_failed: bool) -> PrefillChoice | None:
     """Return the first prefill worker to be done.
 
-    Workers without a link to a decode worker are skipped; idle, they would always win. `tries`: a
-    failed worker takes its place for a trial.
+    Workers without a link to a decode worker are skipped; idle, they would always win.
+    `may_try_failed`: a failed worker takes its place for a trial.
     """
+    info, now, pool, prefixes = view.info, view.now, view.pool, view.cached_prefixes
     best: PrefillChoice | None = None
     failed: list[Worker] = []
-    least = info.largest_prompt - info.prompt_error
     for worker in pool.prefills:
-        if not worker.accepts(now) or worker in tried or least >= worker.context_limit:
+        if worker in view.tried or not may_prefill(worker, info, now, links):
             continue
-        if links.has_failures and links.is_barred(worker, None, now):
-            continue
-        if tries and worker.is_barred and links.can_reach(worker, pool.all, now):
+        if may_try_failed and worker.is_barred and links.can_reach(worker, pool.all, now):
             failed.append(worker)
         cached = worker.cached_tokens(prefixes)
         seconds = worker.ttft_s(info, now, cached)

@@ -248,17 +248,18 @@ class Placer:
         return view
 
     def _offer_handover(self, view: View) -> HandoverOffer | None:
-        info, now, tried, prefixes = view.info, view.now, view.tried, view.cached_prefixes
-        pool, links, settings = view.pool, self.links, self.settings
+        tried, links, settings = view.tried, self.links, self.settings
         if tried and len(tried) >= settings.max_attempts - 1:
             return None  # the last attempt uses one worker: the best chance
-        tries = not tried and bool(self.roster.ejections.ejected)
-        best = handover_cost.choose_prefill(pool, info, now, prefixes, tried, links, tries=tries)
+        may_try_failed = not tried and bool(self.roster.ejections.ejected)
+        best = handover_cost.choose_prefill(view, links, may_try_failed=may_try_failed)
         if best is None:
             return None
-        times, above = self.transfer_times[info.model], settings.disaggregate_above
-        shorts = view.traffic.shorts_per_s(now) / pool.num_decodes if above is None else 0.0
-        return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts)
+        times, above = self.transfer_times[view.info.model], settings.disaggregate_above
+        shorts_per_s = 0.0
+        if above is None:
+            shorts_per_s = view.traffic.shorts_per_s(view.now) / view.pool.num_decodes
+        return HandoverOffer(*best, times, above, links, settings.transfer_within_s, shorts_per_s)
 
     def record_traffic(self, info: RequestInfo, now: float) -> None:
         if not info.needs_engine:

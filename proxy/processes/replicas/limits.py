@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from math import inf
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SCRIPT = Path(__file__).with_suffix(".lua")
 BEAT_S = 1.0  # between two reports of requests in flight
 LEASE_S = 3.0  # after which a silent process has no requests in flight
-SOON_S, GATHER_S = 0.002, 0.02  # charges wait as long for a call, if others wait for them or not
+SOON_S, GATHER_S = 0.002, 0.02  # longest wait of charges for a call: urgent ones, and others
 FRESH_S = 0.05  # for which a tenant's state is good enough to refuse requests unread
 MAX_KEYS, MAX_REQUESTS = 50, 1000  # of a call: tenants, and new requests of each
 DOWN_PAUSE_S = 0.2  # between two calls while the server is away
@@ -41,6 +41,13 @@ SETTLE_S = 2 * BEAT_S
 MICRO = 1e-6
 NO_LIMIT = -1
 LIMITS = {1: Limit.REQUESTS, 2: Limit.TOKENS, 3: Limit.CONCURRENCY}
+
+
+class ServerState(Enum):
+    NEW = "new"  # not asked yet
+    DOWN = "down"  # hosts decide alone
+    SETTLING = "settling"  # it replies, but may lack charges of other processes
+    UP = "up"  # it decides
 
 
 class ReportedCharges(NamedTuple):
@@ -56,17 +63,17 @@ class Answer(NamedTuple):
     tokens_s: float
     elsewhere: int  # requests in flight in other processes
     advance: tuple[int, int]  # requests and tokens charged in advance
-    verdicts: list[tuple[Limit | None, float]]  # of the new requests, and how long to wait
+    verdicts: list[tuple[Limit | None, float]]  # what each new request exceeds, and for how long
 
     @classmethod
     def read(cls, found: Sequence[int], requests: int) -> Answer:
         """Read the script's answer; raise an error if it is for another number of requests."""
-        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *words = found
-        if len(words) != 2 * requests:
+        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *pairs = found
+        if len(pairs) != 2 * requests:
             raise ValueError("an answer for another number of requests")
         verdicts = [
-            (LIMITS[which] if which else None, wait_us * MICRO)
-            for which, wait_us in zip(words[::2], words[1::2], strict=True)
+            (LIMITS[limit] if limit else None, wait_us * MICRO)
+            for limit, wait_us in zip(pairs[::2], pairs[1::2], strict=True)
         ]
         advance = ahead_requests, ahead_tokens
         return cls(requests_us * MICRO, tokens_us * MICRO, elsewhere, advance, verdicts)
@@ -185,7 +192,8 @@ class SharedLimiter:
         self._name = uuid.uuid4().hex[:12]
         self._calls = 0
         self._in_flight: list[TenantCall] | None = None  # without a reply
-        self._trusted_at: float | None = 0.0  # until then the server may lack charges; None: is up
+        self._state = ServerState.NEW
+        self._settled_at = 0.0
         self._call_is_due = False  # the next call is arranged, or follows the reply
         self._deadline = ReplyDeadline(settings.timeout_s, self._reply_is_late)
         self._lost = asyncio.Event()  # the connection
@@ -195,7 +203,7 @@ class SharedLimiter:
 
     @property
     def is_up(self) -> bool:
-        return self._trusted_at is None
+        return self._state is ServerState.UP
 
     def call_soon_for(self, limits: TenantLimits) -> None:
         self._changed[limits] = None
@@ -321,12 +329,7 @@ class SharedLimiter:
                 for call, answer in zip(calls, reply if calls else (), strict=True)
             ]
         except Exception as error:  # requests go on after any error
-            for call in calls:
-                call.limits.unanswered = call.charges
-                call.limits.waiting = call.waiting + call.limits.waiting
-                self._changed[call.limits] = None
-            self._disconnect()
-            self._note_down(error)
+            self._call_failed(calls, error)
             return
         self._note_up()
         try:
@@ -343,6 +346,15 @@ class SharedLimiter:
             self._lost.set()
         if is_due:
             self._call_soon()
+
+    def _call_failed(self, calls: list[TenantCall], error: Exception) -> None:
+        """Keep what the server may not have for the next call, and decide here until then."""
+        for call in calls:
+            call.limits.unanswered = call.charges
+            call.limits.waiting = call.waiting + call.limits.waiting
+            self._changed[call.limits] = None
+        self._disconnect()
+        self._note_down(error)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -381,11 +393,10 @@ class SharedLimiter:
             ledger.apply_reported(*limits.full_at, answer.elsewhere)
             limits.advance.add(*answer.advance)
             ledger.charge_known(now, -limits.advance.requests, -limits.advance.tokens)
-        for request, (which, wait_s) in zip(waiting, answer.verdicts, strict=True):
+        for request, (limit, wait_s) in zip(waiting, answer.verdicts, strict=True):
             exceeded = None
-            if which is not None:
-                later_s = wait_s or CONCURRENCY_RETRY_S
-                exceeded = ledger.exceeded_on_server(now, which, later_s)
+            if limit is not None:
+                exceeded = ledger.exceeded_on_server(now, limit, wait_s or CONCURRENCY_RETRY_S)
             if request.done is not None:
                 request.done(exceeded)
             elif exceeded is None:  # the client has left
@@ -403,7 +414,7 @@ class SharedLimiter:
                 reason,
                 self._table.hosts,
             )
-        self._trusted_at = inf
+        self._state = ServerState.DOWN
         self._divide_limits()
         # Those of tenants that a reload has removed are in `_changed` only.
         for limits in {**self._changed, **dict.fromkeys(self._known.values())}:
@@ -416,9 +427,9 @@ class SharedLimiter:
 
     def _note_up(self) -> None:
         now = self.clock()
-        if self._trusted_at == inf:
-            self._trusted_at = now + SETTLE_S
-        if self._trusted_at is not None and now >= self._trusted_at:
+        if self._state is ServerState.DOWN:
+            self._state, self._settled_at = ServerState.SETTLING, now + SETTLE_S
+        if not self.is_up and now >= self._settled_at:
             logger.info("router.shared: connected; tenant limits are decided on the server")
-            self._trusted_at = None
+            self._state = ServerState.UP
             self._divide_limits()

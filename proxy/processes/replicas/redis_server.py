@@ -24,7 +24,7 @@ READ_ONLY = "READONLY"
 
 def check(settings: SharedConfig) -> None:
     """Raise `ProxyError` if the settings cannot be used here at all."""
-    client(settings, None)
+    client(settings, password=None)
     if (file := settings.ca_file) is not None:
         try:
             ssl.create_default_context(cafile=str(file))

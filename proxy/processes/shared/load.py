@@ -17,7 +17,7 @@ from operator import add
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.core.fleet.breaker import BreakerSnapshot
-from proxy.core.fleet.remote_load import own_numbers
+from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import (
@@ -175,14 +175,14 @@ class SharedLoad:
             row = self._rows.get(worker)
             if row is None:
                 continue
-            load = own_numbers(worker)
+            load = own(worker)
             if urgent is not None:
-                urgent.note_requests(worker, row, load[0])
+                urgent.note_requests(worker, row, load.requests)
             sheet.write_load(row, load, worker.due_at)
             if self._has_new_breaker(worker):
                 self._write_breaker(worker, row)
             sheet.mark_changed(row)
-            if not load[0] and self._workers.get(row) is not worker:
+            if not load.requests and self._workers.get(row) is not worker:
                 self._forget(worker)
         if (large_changes := self._fleet.large_prefill_changes) != sheet.count(LARGE_PREFILLS):
             sheet.write_count(LARGE_PREFILLS, large_changes)

@@ -16,6 +16,7 @@ from zlib import crc32
 
 from proxy.core.queue.buckets import IN_ORDER
 from proxy.core.queue.dispatch import NO_TURN
+from proxy.core.queue.request_fifo import Place
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING, QueueFront
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.core.queue.buckets import AgeOrder, LastDispatch
     from proxy.core.queue.eviction import Amounts
     from proxy.core.queue.queue import Queue
-    from proxy.core.queue.request_fifo import Place, SortKey
+    from proxy.core.queue.request_fifo import SortKey
     from proxy.processes.shared.load import SharedLoad
 
 HOLD_S = 0.01
@@ -66,9 +67,9 @@ class SharedQueues:
         """Return True if a request of a class above `rank` waits there in another process."""
         if not self.waits:
             return False
-        if rank > BATCH and self._has_higher_class(place[0]):
+        if rank > BATCH and self._has_higher_class(place.model):
             return True  # batch waits for all sizes of its model
-        at, above = place_of(place), list(Rank)[:rank]
+        at, above = place_index(place), list(Rank)[:rank]
         return any(
             sheet.read_front(at, higher).tenant for sheet in self._sheets for higher in above
         )
@@ -91,12 +92,12 @@ class SharedQueues:
     def oldest(self, model: str) -> dict[Rank, float]:
         found: dict[Rank, float] = {}
         for size in SIZES:
-            for rank, front in self._fronts_at((model, size)):
+            for rank, front in self._fronts_at(Place(model, size)):
                 found[rank] = min(found.get(rank, front.oldest), front.oldest)
         return found
 
     def last_dispatch(self, model: str) -> LastDispatch:
-        at = place_of((model, ""))
+        at = place_index(Place(model, ""))
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
     def has_earlier_turn(
@@ -105,7 +106,7 @@ class SharedQueues:
         """Return True if a request of another process should get the free slot."""
         if not self.waits:
             return False
-        if key[0] is BATCH and order == IN_ORDER and self._has_higher_class(place[0]):
+        if key[0] is BATCH and order == IN_ORDER and self._has_higher_class(place.model):
             return self._start_hold()
         remote = (
             (aged.get(rank, IN_ORDER), (rank, *order_of(front)))
@@ -124,10 +125,10 @@ class SharedQueues:
         return True
 
     def _has_higher_class(self, model: str) -> bool:
-        return any(self.has_higher_class((model, size), BATCH) for size in SIZES)
+        return any(self.has_higher_class(Place(model, size), BATCH) for size in SIZES)
 
     def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, QueueFront]]:
-        at = place_of(place)
+        at = place_index(place)
         for sheet in self._sheets:
             for rank in Rank:
                 if (front := sheet.read_front(at, rank)).tenant:
@@ -143,7 +144,7 @@ class SharedQueues:
         sheet.write_count(TOKENS, queue.tokens)
         fronts: dict[tuple[int, Rank], QueueFront] = {}
         for (place, rank), (key, oldest) in queue.fronts().items():
-            at = place_of(place), rank
+            at = place_index(place), rank
             _, virtual, tenant, since = key
             front, other = QueueFront(tenant, virtual, since, oldest), fronts.get(at)
             if other is not None:
@@ -155,7 +156,7 @@ class SharedQueues:
         for model, last in queue.last_dispatches.by_model.items():
             if self._lasts.get(model) is not last:
                 self._lasts[model] = last
-                sheet.write_last(place_of((model, "")), last)
+                sheet.write_last(place_index(Place(model, "")), last)
         sheet.write_count(WAITING, queue.length)
 
     def read_peers(self, now: float) -> None:  # noqa: ARG002
@@ -174,7 +175,7 @@ def order_of(front: QueueFront) -> tuple[float, int, float]:
     return front.virtual, front.tenant, front.since
 
 
-def place_of(place: Place) -> int:
+def place_index(place: Place) -> int:
     """Return the index of a model and size.
 
     Two with the same index sometimes yield to each other.

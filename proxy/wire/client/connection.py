@@ -22,7 +22,7 @@ from proxy.http.local_responses import refuse
 from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState
 from proxy.wire.client.closing import Closing
-from proxy.wire.client.endpoints import METRICS, local_answer
+from proxy.wire.client.local_endpoints import METRICS, local_answer
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
 from proxy.wire.sockets import socket_of
@@ -313,7 +313,7 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()
         path = self._reader.path
-        answer = refuse(refusal, None, keep_alive=False, request_id=request_id, path=path)
+        answer = refuse(refusal, request=None, keep_alive=False, request_id=request_id, path=path)
         self._wire.count_refused(refusal, answer, request_id=request_id)
         self._reader.drop()
         self._resume_reading()

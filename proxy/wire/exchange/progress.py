@@ -8,9 +8,14 @@ from proxy.core.model.types import Outcome, Refusal
 from proxy.core.request.client_fields import OPTIONS
 from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import keep_for_continuation
-from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in, usage_of
+from proxy.wire.exchange.response_writer import (
+    BodyEdits,
+    ResponseWriter,
+    response_id_in,
+    usage_of,
+)
 from proxy.wire.exchange.state import ANSWERING
-from proxy.wire.exchange.stream_fast_path import StreamFastPath
+from proxy.wire.exchange.stream_fast_path import StreamCounter, StreamFastPath
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
@@ -31,9 +36,11 @@ def writer_for(
         head,
         exchange.record.decision,
         keep_alive=request.head.keep_alive and not exchange.wire.leaving,
-        cached_tokens=cached_tokens,
-        hides_usage=changed is not None and OPTIONS in changed,
-        holds_opening=opens_early(exchange),
+        edits=BodyEdits(
+            cached_tokens=cached_tokens,
+            hides_usage=changed is not None and OPTIONS in changed,
+            holds_opening=opens_early(exchange),
+        ),
     )
 
 
@@ -71,14 +78,12 @@ def count_tokens(exchange: AttemptOwner, lease: Lease | None, now: float, tokens
 def fast_path(
     exchange: AttemptOwner, lease: Lease, response: ResponseWriter, stream: EventStream
 ) -> StreamFastPath:
+    wire = exchange.wire
     return StreamFastPath(
-        exchange.wire.router,
-        lease,
-        exchange.wire.metrics,
-        exchange.record,
+        StreamCounter(wire.router.leases, lease, wire.metrics, exchange.record),
         stream,
         exchange.client.write,
-        recounts=response.changes_usage,
+        changes_usage=response.changes_usage,
         failures=() if exchange.sent_text is None else exchange.sent_text.failures,
     )
 

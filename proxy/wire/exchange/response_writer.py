@@ -6,7 +6,7 @@ Nothing is written before the first byte of the body, so that a retry stays poss
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from proxy.core.model.route_table import route_names
 from proxy.http.headers import EVENT_STREAM, JSON, LAST_CHUNK
@@ -38,6 +38,17 @@ MAX_HELD_BYTES = 1 << 20
 ENDS_WITH_DONE = route_names(lambda route: route.ends_with_done)
 
 
+class BodyEdits(NamedTuple):
+    """What the client's body shows other than the worker's."""
+
+    cached_tokens: int | None = None  # replaces the worker's count
+    hides_usage: bool = False  # the client asked for none
+    holds_opening: bool = False  # until the first output, so that a stream can be retried
+
+
+NO_EDITS = BodyEdits()
+
+
 class ResponseWriter:
     __slots__ = (
         "_cached_tokens", "_chunked", "_head", "_held", "_hides_usage", "_stream", "_tail",
@@ -52,9 +63,7 @@ class ResponseWriter:
         decision: Decision | None,
         *,
         keep_alive: bool,
-        cached_tokens: int | None = None,
-        hides_usage: bool = False,
-        holds_opening: bool = False,
+        edits: BodyEdits = NO_EDITS,
     ) -> None:
         self.status = head.status
         self.keep_alive = keep_alive
@@ -65,16 +74,16 @@ class ResponseWriter:
         self._tail: bytes | None = None  # of a JSON body, with the usage
         self._chunked = False
         self._until_close = head.until_close
-        self._cached_tokens = cached_tokens  # replaces the worker's count
-        self._hides_usage = hides_usage  # the client asked for none
-        self.holds_opening = False  # until the first output, so that a stream can be retried
+        self._cached_tokens = edits.cached_tokens
+        self._hides_usage = edits.hides_usage
+        self.holds_opening = False
         self._held = b""
         self._head = self._compose(request, head, decision)
         kind = head.special.get(b"content-type", b"")
         if self.status == OK and b"content-encoding" not in head.special:
             if kind.startswith(EVENT_STREAM) and head.length is None:
                 self._stream = EventStream()
-                self.holds_opening = holds_opening
+                self.holds_opening = edits.holds_opening
             elif kind.startswith(JSON):
                 self._tail = b""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.core.fleet.leases import Lease
-    from proxy.core.router import Router
+    from proxy.core.lifecycle.lease_book import LeaseBook
     from proxy.http.sse import EventStream
     from proxy.metrics.registry import Metrics
     from proxy.wire.exchange.request_record import RequestRecord
@@ -36,41 +36,55 @@ def size_line(length: int) -> bytes:
     return b""
 
 
+class StreamCounter:
+    """Counts the tokens and bytes of one stream."""
+
+    __slots__ = ("_lease", "_leases", "_metrics", "_record")
+
+    def __init__(
+        self, leases: LeaseBook, lease: Lease, metrics: Metrics, record: RequestRecord
+    ) -> None:
+        self._leases = leases
+        self._lease = lease
+        self._metrics = metrics
+        self._record = record
+
+    def count(self, now: float, tokens: int, num_bytes: int) -> None:
+        if tokens:
+            self._leases.record_tokens(self._lease, tokens)
+            self._record.record_tokens(now, self._metrics, tokens)
+        self._record.sent_bytes += num_bytes
+
+
 class StreamFastPath:
     __slots__ = (
-        "_count", "_failures", "_keep", "_lease", "_metrics", "_record", "_recounts", "_router",
-        "_tail", "_write",
+        "_changes_usage", "_counter", "_failures", "_keep", "_tail", "_tokens_in", "_write",
     )  # fmt: skip
 
     def __init__(
         self,
-        router: Router,
-        lease: Lease,
-        metrics: Metrics,
-        record: RequestRecord,
+        counter: StreamCounter,
         stream: EventStream,
         write: Callable[[bytes], None],
         *,
-        recounts: bool,
-        failures: tuple[bytes, ...] = (),
+        changes_usage: bool,
+        failures: tuple[bytes, ...],
     ) -> None:
-        self._router = router
-        self._lease = lease
-        self._metrics = metrics
-        self._record = record
+        """Create the path; `failures`: reports after which another worker may continue."""
+        self._counter = counter
         self._keep = stream.keep  # for the usage
-        self._count = stream.count
+        self._tokens_in = stream.count
         self._write = write
-        self._recounts = recounts  # the usage changes
+        self._changes_usage = changes_usage
         self._tail = b""  # of the last piece
-        self._failures = failures  # reports after which another worker may continue
+        self._failures = failures
 
     def pass_on(self, now: float, data: bytes) -> bool:
         """Pass on one chunk; False if the parser must read it."""
         begin = size_line(len(data))
         if not begin or not data.startswith(begin) or not data.endswith(CHUNK_END):
             return False
-        if self._recounts and USAGE in data:
+        if self._changes_usage and USAGE in data:
             return False
         if self._failures and (tail := data[-TAIL_BYTES:]) != self._tail:
             # Pieces of a chat end alike, except failures and the last one.
@@ -80,10 +94,6 @@ class StreamFastPath:
             if NOT_FINISHED in tail:
                 self._tail = tail
         self._keep(data)
-        record = self._record
-        if tokens := self._count(data):
-            self._router.leases.record_tokens(self._lease, tokens)
-            record.record_tokens(now, self._metrics, tokens)
-        record.sent_bytes += len(data)
+        self._counter.count(now, self._tokens_in(data), len(data))
         self._write(data)
         return True

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from proxy.core.fleet.kv_links import BARRED_S
+from proxy.core.fleet.kv_links import ANY_DECODE, BARRED_S
 from proxy.core.model.types import Outcome
 from proxy.core.routing.handover_cost import is_healthy
 from proxy.metrics.handovers import ANY
@@ -123,9 +123,9 @@ class TwoLegExchange:
         wire.metrics.handovers.count_prefill(lease, now, bare=bare)
         wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
         if bare:
-            self._count_link_failure(now, None)
+            self._count_link_failure(now, ANY_DECODE)
         else:
-            wire.router.placer.links.record_success(self._prefill_worker, None)
+            wire.router.placer.links.record_success(self._prefill_worker, ANY_DECODE)
 
     @property
     def _id(self) -> bytes:
@@ -190,18 +190,16 @@ class TwoLegExchange:
     def handle_refused_prefill(self, now: float, status: int) -> None:
         """Handle a refused prefill: try another prefill worker once, or serve the request whole."""
         self._refused_status = status
-        router, lease = self._wire.router, self._lease
-        is_first = not lease.attempts.tried
-        if not (
-            status in WORKER_SPECIFIC and is_first and router.leases.has_other_prefill(lease, now)
-        ):
+        leases, lease = self._wire.router.leases, self._lease
+        may_try_other = status in WORKER_SPECIFIC and not lease.attempts.tried
+        if not (may_try_other and leases.has_other_prefill(lease, now)):
             lease.attempts = replace(lease.attempts, why_whole=REFUSED_PREFILL)
 
     def end_failed(
         self, now: float, outcome: Outcome, error: WorkerError
     ) -> tuple[Worker, Outcome]:
         """End the hand-over; return the worker to avoid and its outcome."""
-        lease, first, was_sent = self._lease, self._prefill_worker, self._is_sent
+        lease, was_sent = self._lease, self._is_sent
         if self.is_answering:  # the missing part would locate the held blocks
             self._wire.metrics.handovers.count_end(LEFT_TO_EXPIRE)
         self._prefill_leg = None
@@ -227,39 +225,40 @@ class TwoLegExchange:
         lease.attempts = replace(lease.attempts, why_whole=whole)
         if not self.is_suspect and self._wire.router.leases.has_other_worker(lease):
             return lease.worker, Outcome.MOOT
-        return first, Outcome.MOOT
+        return self._prefill_worker, Outcome.MOOT
 
     def record_failure(self, now: float) -> None:
         """Count the failure, after the request succeeded elsewhere."""
-        self._count_link_failure(now, None if self._refused_status else self._lease.worker)
+        decode = ANY_DECODE if self._refused_status else self._lease.worker
+        self._count_link_failure(now, decode)
 
-    def _count_link_failure(self, now: float, second: Worker | None) -> None:
-        """Count a failure of the link; without `second`, of the prefill worker."""
-        first, wire = self._prefill_worker, self._wire
-        if not wire.router.placer.links.record_failure(first, second, now):
+    def _count_link_failure(self, now: float, decode: Worker | None) -> None:
+        prefill, wire = self._prefill_worker, self._wire
+        if not wire.router.placer.links.record_failure(prefill, decode, now):
             return
-        wire.metrics.handovers.count_barred(first.name, second.name if second is not None else ANY)
+        decode_name = ANY if decode is None else decode.name
+        wire.metrics.handovers.count_barred(prefill.name, decode_name)
         if self._refused_status:
             logger.warning(
                 "%s refuses prefills that other workers serve, the last with status %d; it gets no "
                 "prefills for %g s. Check its key, adapters and flags.",
-                first.name,
+                prefill.name,
                 self._refused_status,
                 BARRED_S,
             )
-        elif second is None:
+        elif decode is None:
             logger.warning(
                 "%s returns prefills without transfer parameters, so prompts are prefilled twice; "
                 "it gets no prefills for %g s. Check that it runs with the %s connector.",
-                first.name,
+                prefill.name,
                 BARRED_S,
                 self._connector.name,
             )
         else:
             logger.warning(
                 "transfers from %s to %s fail or are late; the router makes none for %g s",
-                first.name,
-                second.name,
+                prefill.name,
+                decode.name,
                 BARRED_S,
             )
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from html import escape
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock, call
 
 import httpx
 import pytest
@@ -21,7 +21,7 @@ from proxy.core.model.route_table import ROUTES
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason, ReceivedRequest, Refusal, RequestInfo
 from proxy.errors import ConfigError, Problem, ProxyError
-from proxy.setup.app import App
+from proxy.setup.app import App, SiblingProcesses
 from tests.proxy.core.making import make_info, spec, worker_of
 from tests.proxy.metrics.finished import finished
 
@@ -97,8 +97,7 @@ async def test_resting_worker_shows_the_reason(app: App, api: httpx.AsyncClient)
 
 async def test_drain_keeps_running_requests(app: App, api: httpx.AsyncClient) -> None:
     mark_up(app)
-    reported: list[tuple[str, bool, bool]] = []  # to other hosts
-    app.drained = lambda *drain: reported.append(drain)
+    siblings = app.siblings = Mock(spec=SiblingProcesses)
     lease = charge(app, "s0")
     drained = (await api.post("/admin/workers/s0/drain")).json()
     assert (drained["state"], drained["requests"]) == ("draining", 1)
@@ -107,7 +106,10 @@ async def test_drain_keeps_running_requests(app: App, api: httpx.AsyncClient) ->
     assert (await api.get("/admin/workers")).json()[0]["state"] == "drained"
     assert (await api.post("/admin/workers/s0/undrain")).json()["state"] == "up"
     assert not worker_of(app.router, "s0").draining
-    assert reported == [("s0", True, False), ("s0", False, False)]
+    assert siblings.report_drain.mock_calls == [
+        call("s0", draining=True, at_once=False),
+        call("s0", draining=False, at_once=False),
+    ]
 
 
 async def test_drain_now_moves_requests(

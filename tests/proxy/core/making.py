@@ -18,7 +18,7 @@ from proxy.core.model.route_table import Route
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import Outcome, ReceivedRequest, Refusal, RequestInfo, Usage
 from proxy.core.queue.ticket import Ticket
-from proxy.core.request.routes import find
+from proxy.core.request.route_lookup import find
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec

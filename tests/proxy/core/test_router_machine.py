@@ -323,7 +323,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.leases.remove(lease)
         for _ in range(1 + twice):
             usage = Usage(lease.info.prompt_tokens, written, written // 2)
-            self.router.leases.finish(lease, self.now, outcome, usage, rest)
+            self.router.leases.finish(lease, self.now, outcome, usage, retry_after_s=rest)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())

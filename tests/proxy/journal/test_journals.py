@@ -23,7 +23,7 @@ from proxy.errors import ConfigError
 from proxy.journal.journals import Journals
 from proxy.metrics.exposition import MetricsPage
 from proxy.metrics.journal_counts import JournalCount
-from proxy.metrics.scrape import slices
+from proxy.metrics.page import slices
 from tests.present import present
 from tests.proxy.core.learned.test_prefix_index import held, text
 from tests.proxy.core.making import make_info, spec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from proxy.metrics.exposition import MetricsPage
+from proxy.metrics.page import slices
 from proxy.metrics.registry import Metrics
-from proxy.metrics.scrape import slices
 
 
 class Counts(Protocol):

@@ -24,12 +24,12 @@ from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.core.tenants.tenants import Rank, TenantSpec
+from proxy.metrics import page
 from proxy.metrics import registry as metrics_module
-from proxy.metrics import scrape
 from proxy.metrics.exposition import SLICE_LINES
 from proxy.metrics.journal_counts import JournalCount
+from proxy.metrics.page import write_page
 from proxy.metrics.registry import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
-from proxy.metrics.scrape import write_page
 from tests.prometheus.tools import promtool
 from tests.proxy.core import making
 from tests.proxy.core.making import spec, worker_of
@@ -208,7 +208,7 @@ def test_breaker_states_and_openings_are_shown(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(scrape.time, "monotonic", lambda: now)
+    monkeypatch.setattr(page.time, "monotonic", lambda: now)
     s0, l0 = router.fleet.roster
 
     def states() -> dict[str, str]:

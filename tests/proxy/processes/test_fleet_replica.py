@@ -13,6 +13,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.kv_links import KvLinks
 from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.fleet.worker import Worker
+from proxy.core.learned.latency import PrefillWork
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.router import Router, RouterSettings
@@ -169,7 +170,7 @@ def test_late_process_gets_all_workers(pair: tuple[Process, Process]) -> None:
     leader, other = pair
     leader.up("a")
     gone = leader.up("b")
-    leader.worker("a").pace.learn_first_token(1000, 0, 0, 0.5, 1.0)
+    leader.worker("a").pace.learn_first_token(PrefillWork(1000), 0.5, 1.0)
     leader.replica.changes()
     leader.fleet.roster.remove(gone.name)
     other.fleet.roster.add(spec("c"))  # from an outdated fleet file

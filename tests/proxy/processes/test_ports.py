@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.config.models import AdminConfig, RouterConfig
+from proxy.config.fleet_file import AdminConfig, RouterConfig
 from proxy.processes.ports import Ports
 
 

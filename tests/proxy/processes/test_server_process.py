@@ -84,7 +84,7 @@ async def test_drain_is_sent_before_the_admin_api_responds(draining: bool) -> No
     server._send_changes()
     sent.clear()
     server.app.fleet.roster.drain("x", draining=draining)
-    server.app.drained("x", draining, False)
+    server.app.report_drain("x", draining=draining, at_once=False)
     [changed, drained] = sent
     assert isinstance(changed, WorkersChanged)
     assert [worker.draining for worker in changed.known] == [draining]

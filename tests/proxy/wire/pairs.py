@@ -12,7 +12,7 @@ from proxy.core.fleet.leases import Decision
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
 from proxy.core.model.types import ReceivedRequest
-from proxy.core.request import routes
+from proxy.core.request import route_lookup
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of
@@ -34,7 +34,7 @@ class Pairs:
 
     def explain(self, body: bytes, path: str = CHAT) -> Decision:
         """Return the decision about a request."""
-        route = routes.find("POST", path)
+        route = route_lookup.find("POST", path)
         assert isinstance(route, Route)
         info = self.site.router.read(ReceivedRequest(route, body, b"application/json", "id"))
         decision = self.site.router.placer.explain(info, self.site.clock())  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.raw_client import Client, chat, get, request
 from tests.proxy.wire.site import Fake, Site
 
-# The other paths are in tests/proxy/core/request/test_routes.py.
+# The other paths are in tests/proxy/core/request/test_route_lookup.py.
 POSTS = ["/v1/chat/completions", "/v1/messages/render", "/tokenize"]
 OPERATOR_PATHS = ["/sleep", "/start_profile"]
 TRICK_PATHS = [

@@ -116,7 +116,7 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 def test_policy_can_replace_a_second_pool() -> None:
     asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
-    best = FleetSearch(asked).family(ONE_POOL, 2)[0]
+    best = FleetSearch(asked).rank_family(ONE_POOL, 2)[0]
     assert best.shape.policy == LONG_PROMPT
 
 
@@ -146,7 +146,7 @@ class Rated:
             rate_of = self.rate_of if hardest else self.judge or self.rate_of
             return self._served(shape, min(rate_of(shape), most), least)
 
-        monkeypatch.setattr(FleetSearch, "rate_of", rated)
+        monkeypatch.setattr(FleetSearch, "rough_rate", rated)
         monkeypatch.setattr(FleetSearch, "judge", judged)
 
     @staticmethod
@@ -229,7 +229,7 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     # The rate falls with the size of the long pool.
     rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(SHORT_LONG, 4)
+    best, *_ = search.rank_family(SHORT_LONG, 4)
     assert best.shape.policy == CHUNKS
     assert rated.judged == [best.shape]
     # Only policies close to the best are compared, each with its best shape.
@@ -240,7 +240,7 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
 def test_next_finalist_is_judged_if_the_best_by_one_draw_fails_others(rated: Rated) -> None:
     rated.rate_of = lambda shape: 10.0 + shape.long
     rated.judge = lambda shape: 5.0 if shape == rated.judged[0] else 10.0
-    best, *_ = FleetSearch(question(LONGS, "ttft:250")).family(SHORT_LONG, 4)
+    best, *_ = FleetSearch(question(LONGS, "ttft:250")).rank_family(SHORT_LONG, 4)
     assert best.shape != rated.judged[0] == rated.compared[0]
     assert best.rate == 10.0
 
@@ -251,7 +251,7 @@ def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
     rated.rate_of = lambda _: 10.0 * 1.015 ** next(after)
     rated.judge = lambda _: 10.0
     search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.family(ONE_POOL, 2)
+    best, *_ = search.rank_family(ONE_POOL, 2)
     assert best.shape.policy == DEFAULT
 
 
@@ -272,7 +272,7 @@ def test_starved_long_prompts_fail_despite_a_high_total_share() -> None:
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
     search = FleetSearch(asked)
     shape = FleetShape(short=1, long=1, short_limit=2000)
-    served = present(search.rate_of(shape, 2.0))
+    served = present(search.rough_rate(shape, 2.0))
     beyond = search.trials.play(shape, served.rate * 3, fine=False, whole=True)
     # Shorts are more than nine requests in ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
@@ -299,7 +299,7 @@ def test_longest_prompts_are_a_class_of_their_own(
 def test_run_that_stops_early_would_have_failed(targets: str) -> None:
     search = FleetSearch(question(LONGS, targets))
     shape = FleetShape(general=2)
-    served = present(search.rate_of(shape, 10.0))
+    served = present(search.rough_rate(shape, 10.0))
     spared = 0
     for load in (1.0, 1.15, 3.0):
         rate = load * served.rate
@@ -335,7 +335,7 @@ def test_returned_rate_holds_for_other_draws() -> None:
     good = served(found.rate)
     assert good >= 3  # on average six in seven
     # A single draw gives a higher rate, which fewer of the other draws sustain.
-    rough = present(search.rate_of(shape, 20.0))
+    rough = present(search.rough_rate(shape, 20.0))
     assert rough.rate > found.rate
     assert served(rough.rate) < good
 
@@ -678,7 +678,7 @@ def test_short_trace_is_repeated(tmp_path: Path, lines: int) -> None:
     def rate_of(workload: str) -> float:
         search = FleetSearch(question(workload, targets, prefix_hit=0.0))
         search.check()
-        served = present(search.rate_of(FleetShape(general=2), 20.0))
+        served = present(search.rough_rate(FleetShape(general=2), 20.0))
         return served.rate
 
     assert rate_of(str(path)) == pytest.approx(rate_of("1500x30"), rel=0.13)
@@ -695,7 +695,7 @@ def test_returned_rate_stays_below_the_compute_bound(targets: str) -> None:
     # No run is played if the required rate exceeds the bound.
     runs = search.trials.runs
     assert search.judge(shape, allowed, least=1.01 * allowed) is None
-    assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
+    assert search.rough_rate(shape, allowed, least=1.01 * allowed) is None
     assert search.trials.runs == runs
 
 

@@ -128,35 +128,64 @@ class StepMeter(TokenApi):
         tell("warming up")
         await self._measure_decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._measure_prefill(1, plan.prompts[-1], plan.prompts[-1])
-        # The longest prompt next to one stream, a quarter next to many. This comes first, because
-        # it shows whether steps have another budget.
         found: list[TimedStep] = []
         lone: dict[int, list[float]] = {tokens: [] for tokens in self._prompt_lengths(plan)}
+        # Long prompts come first, because they show whether steps have another budget.
+        for measure_part in (
+            self._measure_long_prompts,
+            self._measure_decodes,
+            self._measure_prefills,
+            self._measure_mixes,
+            self._measure_ends,
+        ):
+            found += await measure_part(plan, tell)
+            # After each part, because the machine's load may change during the measurement.
+            await self._measure_alone(lone, tell)
+        return MeasuredSteps(
+            found, [LonePrompt(tokens, statistics.median(times)) for tokens, times in lone.items()]
+        )
+
+    # The parts of a measurement
+
+    async def _measure_long_prompts(
+        self, plan: CalibrationPlan, tell: Callable[[str], None]
+    ) -> list[TimedStep]:
+        """Time the longest prompt next to one stream, and a quarter of it next to many."""
+        found: list[TimedStep] = []
         for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
             tell(f"both: a long prompt next to {batch} decoding")
             found += await self._measure_chunks(batch, plan, part)
-        await self._measure_alone(lone, tell)
+        return found
+
+    async def _measure_decodes(
+        self, plan: CalibrationPlan, tell: Callable[[str], None]
+    ) -> list[TimedStep]:
+        found: list[TimedStep] = []
         for batch in plan.batches:
             for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
                 found += await self._measure_decode(batch, context, plan.budget)
-        await self._measure_alone(lone, tell)
+        return found
+
+    async def _measure_prefills(
+        self, plan: CalibrationPlan, tell: Callable[[str], None]
+    ) -> list[TimedStep]:
+        found: list[TimedStep] = []
         for count in BATCH_PROMPTS:
             for tokens in plan.prompts:
                 if count * tokens <= plan.prompts[-1]:
                     tell(f"prefill alone: {count} of {tokens} tokens")
                     found += await self._measure_prefill(count, tokens, plan.prompts[-1])
-        await self._measure_alone(lone, tell)
+        return found
+
+    async def _measure_mixes(
+        self, plan: CalibrationPlan, tell: Callable[[str], None]
+    ) -> list[TimedStep]:
+        found: list[TimedStep] = []
         for batch in plan.batches:
             tell(f"both: prompts next to {batch} decoding")
             found += await self._measure_mixed(batch, plan)
-        await self._measure_alone(lone, tell)
-        tell("both: the ends of long prompts next to 1 decoding")
-        found += await self._measure_ends(plan)
-        await self._measure_alone(lone, tell)
-        return MeasuredSteps(
-            found, [LonePrompt(tokens, statistics.median(times)) for tokens, times in lone.items()]
-        )
+        return found
 
     # One kind of step each
 
@@ -241,8 +270,11 @@ class StepMeter(TokenApi):
         spare = batch * (plan.contexts[0] + prompts * MAX_STEPS_BETWEEN)
         return (room - spare) // (plan.budget - batch + prompts * batch)
 
-    async def _measure_ends(self, plan: CalibrationPlan) -> list[TimedStep]:
+    async def _measure_ends(
+        self, plan: CalibrationPlan, tell: Callable[[str], None]
+    ) -> list[TimedStep]:
         """Time the last steps of long prompts: small parts with a long context."""
+        tell("both: the ends of long prompts next to 1 decoding")
         chunk, own = plan.budget - 1, plan.contexts[0]
         parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
         prompts = 2 * LONG_REPEATS * len(parts)

@@ -94,14 +94,14 @@ class Wire:
         self._tls = ssl.create_default_context() if address.tls else None
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        return await self._fetch("GET", path, b"", timeout_s)
+        return await self._fetch(self._request("GET", path, b""), timeout_s)
 
     async def post(self, path: str, body: bytes, timeout_s: float) -> bytes:
-        return await self._fetch("POST", path, body, timeout_s)
+        return await self._fetch(self._request("POST", path, body), timeout_s)
 
-    async def _fetch(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
+    async def _fetch(self, request: bytes, timeout_s: float) -> bytes:
         pieces: list[bytes] = []
-        await self.stream(path, body, pieces.append, timeout_s, method=method)
+        await self._send(request, _ignore, pieces.append, timeout_s)
         return b"".join(pieces)
 
     async def stream(
@@ -113,14 +113,22 @@ class Wire:
         *,
         on_header: OnHeader = _ignore,
         headers: Mapping[str, str] | None = None,
-        method: str = "POST",
     ) -> None:
-        """Send a request and pass on the response's pieces; raise if it is incomplete."""
+        """Send a POST request and pass on the response's pieces; raise if it is incomplete."""
+        await self._send(self._request("POST", path, body, headers), on_header, on_body, timeout_s)
+
+    def _request(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         head = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._head}{_lines(headers or {})}"
-        data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    async def _send(
+        self, request: bytes, on_header: OnHeader, on_body: OnBody, timeout_s: float
+    ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._exchange(data, on_header, on_body)
+                await self._exchange(request, on_header, on_body)
         except TimeoutError:
             raise WireError(f"no complete response within {timeout_s:g} s") from None
         except OSError as error:
@@ -251,13 +259,13 @@ class _Connection(asyncio.Protocol):
             words = excerpt(b"".join(self._pieces))
             self._end(WireError(f"HTTP {status}: {words}" if words else f"HTTP {status}"))
         else:
-            self._end(None)
+            self._end()
         if self._parser.should_keep_alive() and not self._transport.is_closing():
             self._idle.append(self)
         else:
             self._transport.close()
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: Exception | None = None) -> None:
         if self._done and not self._done.done():
             if error is None:
                 self._done.set_result(None)

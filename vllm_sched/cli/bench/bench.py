@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_sched.bench.client.endpoint import CHAT, Endpoint
-from vllm_sched.bench.client.player import PlayedRun
+from vllm_sched.bench.client.player import PlayedRun, play
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.sessions import session_table
@@ -71,10 +71,15 @@ def run_bench(args: argparse.Namespace) -> int:
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     played = run_interruptibly(
         lambda stop: play_with_progress(
-            console, "bench", label, endpoint, schedule,
-            salt=salt, timeout_s=args.timeout, stop=stop,
+            console,
+            "bench",
+            label,
+            schedule,
+            lambda tally: play(
+                endpoint, schedule, salt=salt, timeout_s=args.timeout, tally=tally, stop=stop
+            ),
         )
-    )  # fmt: skip
+    )
     if played.interrupted:
         require_ended(played.outcomes)
     notes = {"prompt_salt": salt}

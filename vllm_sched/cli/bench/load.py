@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 
 from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, probe_endpoint
-from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress, play
+from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress
 from vllm_sched.bench.client.wire import COMPLETIONS
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, SESSION_NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
@@ -259,12 +259,8 @@ async def play_with_progress(
     console: Output,
     command: str,
     label: str,
-    endpoint: Endpoint,
     schedule: Schedule,
-    *,
-    salt: str,
-    timeout_s: float,
-    stop: asyncio.Event,
+    play: Callable[[RunProgress], Awaitable[PlayedRun]],
 ) -> PlayedRun:
     """Play a schedule and show progress: a bar on a terminal, otherwise lines."""
     tally = RunProgress()
@@ -287,9 +283,7 @@ async def play_with_progress(
 
         showing = asyncio.create_task(again_and_again())
         try:
-            played = await play(
-                endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop
-            )
+            played = await play(tally)
         finally:
             showing.cancel()
         report(last=True)

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from vllm_sched.bench.client.endpoint import Endpoint
+from vllm_sched.bench.client.player import PlayedRun, RunProgress, play
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.results.summary import summary
@@ -189,9 +190,8 @@ class _Runner:
             label = f"{name} at {load:g} {unit}, seed {seed}"
             salt = f"{self._salt}/{name}/{plan.axis}/{load:g}"
             played = await play_with_progress(
-                self._console, "sweep", label, self._endpoint, schedule,
-                salt=salt, timeout_s=self._args.timeout, stop=self._stop,
-            )  # fmt: skip
+                self._console, "sweep", label, schedule, partial(self._play, schedule, salt)
+            )
             if played.interrupted:  # half a run has another load than its label says
                 raise _StoppedError
             figures = summary(played.outcomes, played.duration, self._targets)
@@ -202,6 +202,12 @@ class _Runner:
             for warning in played.warnings():
                 self._console.print_text(f"{label}: {warning}", "yellow")
         return fmean(found)
+
+    async def _play(self, schedule: Schedule, salt: str, tally: RunProgress) -> PlayedRun:
+        timeout_s, stop = self._args.timeout, self._stop
+        return await play(
+            self._endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop
+        )
 
 
 class _StoppedError(Exception):

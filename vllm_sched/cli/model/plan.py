@@ -119,7 +119,7 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     show(console, found, args)
     command = shlex.join(["vllm-sched", *args.argv])
-    traffic = shlex.join(simulate_options(args, found, exact=found.exactly))
+    traffic = shlex.join(simulate_options(args, found, exact=found.is_exact))
     fleet = partial(write, found, model=args.model, command=command, traffic=traffic)
     console.save(args.save, fleet)
     console.save(args.plot, partial(draw_chart, chart_of(found)), "drew")

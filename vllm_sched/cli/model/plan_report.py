@@ -18,7 +18,7 @@ from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.model.simulate import EXACT, FLUID
 from vllm_sched.cli.output import Output
 from vllm_sched.cost.profiles import QUANTIZED
-from vllm_sched.sim.planning.search import SAME
+from vllm_sched.sim.planning.search import EQUAL_RATE_SHARE
 
 if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import TrafficSource
@@ -56,7 +56,8 @@ def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
     rates = [served.rate for served in found.ranking]
     if rates != sorted(rates, reverse=True):
         console.print_text(
-            f"rates within {SAME:.0%} count as equal: the simpler fleet comes first", "dim"
+            f"rates within {EQUAL_RATE_SHARE:.0%} count as equal: the simpler fleet comes first",
+            "dim",
         )
     if left := found.gpus - found.gpus_of(found.best):
         each = found.question.machine.gpus
@@ -137,7 +138,7 @@ def chart_of(found: FleetPlan) -> Chart:
 def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
     """Yield lines on how the fleets were judged, and the command that checks the best."""
     question = found.question
-    if not found.exactly:
+    if not found.is_exact:
         of_trace = isinstance(question.source, Sampled)
         seen = TRACE_DRAWS_NOTE if of_trace else NEW_DRAWS_NOTE
         yield (
@@ -157,7 +158,7 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
         "simulators and of real machines differ, most of all near the limit: see "
         "docs/evaluation.md"
     )
-    if found.exactly:
+    if found.is_exact:
         yield (
             "order and rates are from vLLM's own schedulers (the exact engine), with one more "
             "draw; those for a worker more or fewer are plain, with the same correction"
@@ -247,7 +248,9 @@ def _neighbours(found: FleetPlan) -> Iterator[str]:
             yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
             continue
         change = other.rate / found.best.rate - 1
-        size = f"{change:+.0%}" if abs(change) > SAME else "below the search's resolution"
+        size = (
+            f"{change:+.0%}" if abs(change) > EQUAL_RATE_SHARE else "below the search's resolution"
+        )
         yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
     if each > 1:
         yield f"a single GPU more or fewer changes nothing: a worker takes {each}"

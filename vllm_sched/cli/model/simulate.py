@@ -195,15 +195,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> SimulationInput:
     config = fleet_file.read(args.fleet)
-    for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
-        value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
-        if value is None or 0 < value <= MAX_NUMBER or (may_be_none and not value):
-            continue
-        least = "0 or more" if may_be_none else "more than 0"
-        raise UsageError(
-            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most "
-            f"{MAX_NUMBER:g}"
-        )
+    _check_numbers(args)
     front_s = None if args.front_ms is None else args.front_ms / 1000
     bandwidth, mixed_s = to_si(args.bandwidth, args.mixed_ms)
     assumed = AssumedWorker(
@@ -229,6 +221,18 @@ def _check(args: argparse.Namespace) -> SimulationInput:
             "between tokens; play fewer requests, or leave itl out"
         )
     return given
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
+        value, may_be_zero = getattr(args, name), name in ("front_ms", "mixed_ms")
+        if value is None or 0 < value <= MAX_NUMBER or (may_be_zero and not value):
+            continue
+        least = "0 or more" if may_be_zero else "more than 0"
+        raise UsageError(
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most "
+            f"{MAX_NUMBER:g}"
+        )
 
 
 def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:

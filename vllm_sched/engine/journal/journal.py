@@ -37,7 +37,7 @@ SnapshotRow = tuple[int, str, int, bytes, int, bool, list[int]]
 NO_TOKENS: Final[Mapping[str, list[int]]] = MappingProxyType({})
 Outputs = Mapping[int, EngineCoreOutputs]  # by client
 NO_OUTPUTS: Final[Outputs] = MappingProxyType({})
-NO_CHANGES: Final = CacheChanges(False, [], [])
+NO_CHANGES: Final = CacheChanges(cleared=False, evicted=[], resident=[])
 EMPTY: Final = StepMessage([], [], False, [], [], [], [], [], [], [], [], [])
 
 

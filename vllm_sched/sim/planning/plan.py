@@ -59,7 +59,7 @@ class FleetPlan:
     runs: int
     requests: int  # per draw
     exact: dict[str, ExactProof]  # by shape
-    exactly: bool = False  # rates are from real schedulers
+    is_exact: bool = False  # rates are from real schedulers
     stopped_at: float | None = None  # progress at which the user stopped the search
     by_gpus: bool = False  # the candidates' results are numbers of GPUs, not rates
 
@@ -92,10 +92,12 @@ def machines_of(
 
 
 @dataclass(slots=True)
-class _Known:
+class _MachinePlan:
+    """The search for the best fleet of one kind of machine, and its results."""
+
     search: FleetSearch
-    plainly: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
-    exactly: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
+    fluid_ranking: list[ServedRate] = field(default_factory=list)  # ranking by fluid engines
+    exact_ranking: list[ServedRate] = field(default_factory=list)  # ranking by real schedulers
     proofs: dict[str, ExactProof] = field(default_factory=dict)
     more: ServedRate | None = None
     fewer: ServedRate | None = None
@@ -103,14 +105,49 @@ class _Known:
 
     @property
     def ranking(self) -> list[ServedRate]:
-        return self.exactly or self.plainly
+        return self.exact_ranking or self.fluid_ranking
 
     @property
-    def plain(self) -> ServedRate:
+    def best_by_fluid(self) -> ServedRate:
         """The best fleet, with its rate by fluid engines."""
         best = self.ranking[0]
-        rate = next(each.rate for each in self.plainly if each.shape == best.shape)
+        rate = next(each.rate for each in self.fluid_ranking if each.shape == best.shape)
         return replace(best, rate=rate)
+
+    def find_best(self, gpus: int, floor: float = 0.0) -> None:
+        """Find the best fleets above `floor`; after Ctrl-C those so far."""
+        search = self.search
+        question = search.question
+        _check_size(search, gpus)
+        try:
+            search.progress.note("an idle worker")
+            search.check()
+            self.fluid_ranking = search.best(gpus, floor)
+        except KeyboardInterrupt:
+            self.fluid_ranking = search.best_so_far(gpus)
+            raise
+        if not self.fluid_ranking and not floor:
+            raise UsageError(
+                f"--goodput: no fleet of {gpus // question.machine.gpus} {question.profiles} "
+                f"serves {question.source.name} at any rate; give looser targets"
+            )
+
+    def rank_exactly(self) -> None:
+        self.exact_ranking = rank_exactly(self.search, self.fluid_ranking, self.proofs)
+
+    def find_other_sizes(self) -> None:
+        search, best, progress = self.search, self.best_by_fluid, self.search.progress
+        workers = best.shape.workers
+        with progress.part(EXACT_DONE if self.exact_ranking else SEARCH_DONE, MORE_DONE):
+            self.more = search.with_one_more(best)
+        with progress.part(MORE_DONE, FEWER_DONE):
+            self.fewer = search.with_one_fewer(best)
+        sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
+        with progress.part(FEWER_DONE, 1.0):
+            for size in progress.each(sorted(sizes)):
+                progress.note(format_count(size, "worker"))
+                if (served := search.at_size(best, size - workers)) is not None:
+                    self.smaller.append(served)
 
 
 def plan(
@@ -140,86 +177,53 @@ def plan(
         begin = SIZED
         with progress.part(compared, SIZED):
             chosen, gpus = _smallest(chosen, rate, progress)
-    found: list[_Known] = []
+    plans: list[_MachinePlan] = []
     stopped_at: float | None = None
     try:
         with progress.part(begin, SEARCH_DONE):
             for each in progress.each(chosen):
-                floor = max((e.plain.rate for e in found if e.plainly), default=0.0)
-                found.append(_Known(FleetSearch(each.question, progress)))
-                _find(found[-1], gpus, floor)
-            known = _best(found)
-            while sized and known.plain.rate < rate:
-                gpus += known.search.question.machine.gpus  # not all that serve it were judged
-                _find(known, gpus)
-        _check_rate(rate, known, gpus)
+                floor = max((e.best_by_fluid.rate for e in plans if e.fluid_ranking), default=0.0)
+                plans.append(_MachinePlan(FleetSearch(each.question, progress)))
+                plans[-1].find_best(gpus, floor)
+            best = _best_of(plans)
+            while sized and best.best_by_fluid.rate < rate:
+                gpus += best.search.question.machine.gpus  # not all that serve it were judged
+                best.find_best(gpus)
+        _check_rate(rate, best, gpus)
         if exact:
             with progress.part(SEARCH_DONE, EXACT_DONE):
-                known.exactly = rank_exactly(known.search, known.plainly, known.proofs)
-        _find_others(known)
+                best.rank_exactly()
+        best.find_other_sizes()
         with progress.part(1.0, 1.0):
             progress.note("done")
     except KeyboardInterrupt:
-        if not any(each.plainly for each in found):
+        if not any(each.fluid_ranking for each in plans):
             raise
         stopped_at = progress.done
-    return replace(_plan_of(_best(found), gpus, candidates, stopped_at), by_gpus=sized)
+    return replace(_plan_of(_best_of(plans), gpus, candidates, stopped_at), by_gpus=sized)
 
 
-def _best(found: Sequence[_Known]) -> _Known:
-    return max((each for each in found if each.plainly), key=lambda each: each.plain.rate)
-
-
-def _find(known: _Known, gpus: int, floor: float = 0.0) -> None:
-    """Find the best fleets of one machine above `floor`; after Ctrl-C those so far."""
-    search = known.search
-    question = search.question
-    _check_size(search, gpus)
-    try:
-        search.progress.note("an idle worker")
-        search.check()
-        known.plainly = search.best(gpus, floor)
-    except KeyboardInterrupt:
-        known.plainly = search.best_so_far(gpus)
-        raise
-    if not known.plainly and not floor:
-        raise UsageError(
-            f"--goodput: no fleet of {gpus // question.machine.gpus} {question.profiles} serves "
-            f"{question.source.name} at any rate; give looser targets"
-        )
-
-
-def _find_others(known: _Known) -> None:
-    search, plain, progress = known.search, known.plain, known.search.progress
-    workers = plain.shape.workers
-    with progress.part(EXACT_DONE if known.exactly else SEARCH_DONE, MORE_DONE):
-        known.more = search.with_one_more(plain)
-    with progress.part(MORE_DONE, FEWER_DONE):
-        known.fewer = search.with_one_fewer(plain)
-    sizes = {round(share * workers) for share in FRONTIER} - {0, workers - 1, workers}
-    with progress.part(FEWER_DONE, 1.0):
-        for size in progress.each(sorted(sizes)):
-            progress.note(format_count(size, "worker"))
-            if (served := search.at_size(plain, size - workers)) is not None:
-                known.smaller.append(served)
+def _best_of(plans: Sequence[_MachinePlan]) -> _MachinePlan:
+    found = (each for each in plans if each.fluid_ranking)
+    return max(found, key=lambda each: each.best_by_fluid.rate)
 
 
 def _plan_of(
-    known: _Known, gpus: int, candidates: list[Candidate], stopped_at: float | None
+    machine_plan: _MachinePlan, gpus: int, candidates: list[Candidate], stopped_at: float | None
 ) -> FleetPlan:
-    search, plain = known.search, known.plain
+    search, best = machine_plan.search, machine_plan.best_by_fluid
     # These rates are from fluid engines: scale them like the best fleet's rate.
-    off = known.ranking[0].rate / plain.rate
+    scale = machine_plan.ranking[0].rate / best.rate
     more, fewer, *smaller = (
-        each and replace(each, rate=each.rate * off)
-        for each in (known.more, known.fewer, *known.smaller)
+        each and replace(each, rate=each.rate * scale)
+        for each in (machine_plan.more, machine_plan.fewer, *machine_plan.smaller)
     )
     traffic = search.trials.traffic
     capacity = Capacity.from_model(search.question.machine, traffic.prompt, traffic.output)
     return FleetPlan(
         search.question,
         gpus,
-        known.ranking,
+        machine_plan.ranking,
         more,
         fewer,
         [each for each in smaller if each is not None],
@@ -228,9 +232,9 @@ def _plan_of(
         traffic.prompt,
         traffic.output,
         search.runs,
-        search.trials.count(plain.rate, fine=True),
-        known.proofs,
-        bool(known.exactly),
+        search.trials.count(best.rate, fine=True),
+        machine_plan.proofs,
+        bool(machine_plan.exact_ranking),
         stopped_at,
     )
 
@@ -306,8 +310,8 @@ def _check_size(search: FleetSearch, gpus: int) -> None:
     )
 
 
-def _check_rate(rate: float, known: _Known, gpus: int) -> None:
-    best, question = known.plain, known.search.question
+def _check_rate(rate: float, machine_plan: _MachinePlan, gpus: int) -> None:
+    best, question = machine_plan.best_by_fluid, machine_plan.search.question
     if best.rate >= rate:
         return
     # Linear: larger fleets are at least as efficient.

@@ -2,8 +2,8 @@
 
 Fleets are compared by the highest rate at which a share of the requests (90 %, as in `sweep`) is in
 time. One draw of the requests brackets a rough rate; a fleet far below the best is dropped after
-one run. Other draws judge the finalists (`capacity_search`). Rates within `SAME` are equal; then
-the earlier family and fewer policies win.
+one run. Other draws judge the finalists (`capacity_search`). Among equal rates (within
+`EQUAL_RATE_SHARE`) the earlier family and fewer policies win.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_sched.sim.planning.question import PlanQuestion
     from vllm_sched.sim.planning.trials import TrafficStats
 
-SAME: Final = 0.04  # rates this close are equal
+EQUAL_RATE_SHARE: Final = 0.04  # rates this close are equal
 MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate
 MAX_FINALISTS: Final = 3  # per family, plus the best of each policy that is close
 BOUNDARY_QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
@@ -82,14 +82,14 @@ class FleetSearch:
         run = self.trials.play(shape, rate, fine=True, draw=draw)
         return run if self.trials.is_good_enough(run, strict=False) else None
 
-    def rate_of(
+    def rough_rate(
         self, shape: FleetShape, start: float, *, least: float = 0.0, step: float = WIDE_STEP
     ) -> ServedRate | None:
         """Return the rough rate by one draw, up to the compute bound; None if below `least`.
 
         `step` is the ratio of rates until one is too high.
         """
-        most = self._most(shape)
+        most = self._rate_bound(shape)
         if least > most:
             return None
         best: FlowResult | None = None
@@ -121,7 +121,7 @@ class FleetSearch:
         least: float = 0.0, most: float = math.inf, draws: int | None = None,
     ) -> ServedRate | None:  # fmt: skip
         """Return the rate by the hardest `draws`, or by all; None if below `least`."""
-        most = min(most, self._most(shape))
+        most = min(most, self._rate_bound(shape))
         if least > most:
             return None
         # If an idle worker misses the targets, so does every lower rate.
@@ -138,7 +138,7 @@ class FleetSearch:
     def _gpus(self, shape: FleetShape) -> int:
         return shape.gpus(*self.question.machines)
 
-    def _most(self, shape: FleetShape) -> float:
+    def _rate_bound(self, shape: FleetShape) -> float:
         return shape.workers * self.trials.traffic.most_each
 
     # All fleets
@@ -149,7 +149,7 @@ class FleetSearch:
     def traffic_seen(self) -> TrafficHints:
         return _hints(self.question, self.trials.traffic)
 
-    def family(self, family: str, gpus: int) -> list[ServedRate]:
+    def rank_family(self, family: str, gpus: int) -> list[ServedRate]:
         """Return the judged fleets of a family, best first."""
         with self.progress.part(0.0, 0.5):
             rough = self.rough_rates(family, gpus)
@@ -174,7 +174,7 @@ class FleetSearch:
             best = splits  # none serves anything with that policy
         again = [replace(shape, policy=policy) for policy in others for shape in best]
         with self.progress.part(0.5, 1.0):
-            return found + self._keep_best(again, _most(found) or floor)
+            return found + self._keep_best(again, _best_rate(found) or floor)
 
     def _keep_best(
         self, tried: list[FleetShape], floor: float = 0.0, *, likely: float = 0.0
@@ -183,11 +183,11 @@ class FleetSearch:
         found: list[ServedRate] = []
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
-            least = max(_most(found), floor) * (1 - SAME)
+            least = max(_best_rate(found), floor) * (1 - EQUAL_RATE_SHARE)
             known = least or likely
             start = known or self.trials.worker_rate * shape.workers * 0.5
             step = MAX_ROUGH_RATIO if known else WIDE_STEP
-            if (served := self.rate_of(shape, start, least=least, step=step)) is not None:
+            if (served := self.rough_rate(shape, start, least=least, step=step)) is not None:
                 found.append(served)
                 gpus = self._gpus(shape)
                 self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
@@ -203,7 +203,7 @@ class FleetSearch:
             again = self.judge(chosen.shape, chosen.rate, least=floor)
             if again is not None:
                 judged.append(again)
-                start = floor = again.rate * (1 + SAME)
+                start = floor = again.rate * (1 + EQUAL_RATE_SHARE)
                 if again.rate >= chosen.rate:
                     break
         return rank_fleets(judged)
@@ -213,7 +213,7 @@ class FleetSearch:
     ) -> ServedRate | None:
         """Return the best fleet by the draw that failed last; None if all are below `floor`.
 
-        Each next fleet must exceed the best by `SAME`, or be simpler and equal to it.
+        Each next fleet must exceed the best by `EQUAL_RATE_SHARE`, or be simpler and equal to it.
         """
         best: ServedRate | None = None
         least = floor
@@ -221,7 +221,8 @@ class FleetSearch:
             self.progress.note(str(shape))
             if best is not None:
                 simpler = _simplicity(shape) < _simplicity(best.shape)
-                least = max(best.rate * (1 - SAME if simpler else 1 + SAME), floor)
+                margin = -EQUAL_RATE_SHARE if simpler else EQUAL_RATE_SHARE
+                least = max(best.rate * (1 + margin), floor)
                 start = best.rate if simpler else least
             best = self.judge(shape, start, least=least, draws=1) or best
         return best
@@ -238,7 +239,7 @@ class FleetSearch:
         half = self.trials.traffic.prompts[len(self.trials.traffic.prompts) // 2]
         for above in sorted({1, half}):
             shape = replace(served.shape, disaggregate_above=above)
-            least = served.rate * (1 + SAME)
+            least = served.rate * (1 + EQUAL_RATE_SHARE)
             if (better := self.judge(shape, least, least=least)) is not None:
                 yield better
 
@@ -255,13 +256,13 @@ class FleetSearch:
         families = self.question.families
         with self.progress.part(0.0, 0.5):
             rough = [self.rough_rates(family, gpus) for family in self.progress.each(families)]
-        promising = sorted(filter(None, rough), key=lambda found: -_most(found))
+        promising = sorted(filter(None, rough), key=lambda found: -_best_rate(found))
         judged: list[ServedRate] = []
         behind: list[list[ServedRate]] = []
         with self.progress.part(0.5, 0.9):
             for found in self.progress.each(promising):
-                near = max(_most(judged) * (1 - SAME), floor)
-                may_reach = _most(found) * MAX_ROUGH_RATIO >= near
+                near = max(_best_rate(judged) * (1 - EQUAL_RATE_SHARE), floor)
+                may_reach = _best_rate(found) * MAX_ROUGH_RATIO >= near
                 reached = self._judge_family(found, near)[:1] if may_reach else []
                 judged += reached
                 if not reached:
@@ -270,7 +271,7 @@ class FleetSearch:
         if judged:
             with self.progress.part(0.9, 1.0):
                 for found in self.progress.each(behind):
-                    far += self._judge_quickly(found, _most(judged) * (1 - SAME))
+                    far += self._judge_quickly(found, _best_rate(judged) * (1 - EQUAL_RATE_SHARE))
         return rank_fleets(judged) + rank_fleets(far)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
@@ -329,7 +330,7 @@ class FleetSearch:
             for split in shapes(family, gpus, self.traffic_seen(), self._itl_ms()):
                 shape = replace(split, policy=policy)
                 self.progress.note(f"{gpus} GPUs: {shape}")
-                if rate > self._most(shape) or self.trials.serves(shape, rate) is None:
+                if rate > self._rate_bound(shape) or self.trials.serves(shape, rate) is None:
                     continue
                 if (served := self.judge(shape, rate, least=rate)) is not None:
                     return served
@@ -396,14 +397,14 @@ def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
     left, best_first = list(found), list[ServedRate]()
     while left:
         most = max(each.rate for each in left)
-        equal = [each for each in left if each.rate >= most * (1 - SAME)]
+        equal = [each for each in left if each.rate >= most * (1 - EQUAL_RATE_SHARE)]
         first = min(equal, key=lambda each: (*_simplicity(each.shape), -each.rate))
         left.remove(first)
         best_first.append(first)
     return best_first
 
 
-def _most(found: list[ServedRate]) -> float:
+def _best_rate(found: list[ServedRate]) -> float:
     return max((each.rate for each in found), default=0.0)
 
 

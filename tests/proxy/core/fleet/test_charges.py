@@ -78,7 +78,7 @@ def test_requests_without_compute_do_not_change_the_pace(fleet: Fleet, worker: W
         lease = charge(fleet, make_info(0, None, generates=False), 0.1 * n)
         assert (worker.requests, worker.prefill_tokens) == (2, 20_000)
         fleet.record_first_token(lease, 0.1 * n + 0.003)
-        update_breaker(fleet, lease, 0.1 * n + 0.004, Outcome.DONE, None)
+        update_breaker(fleet, lease, 0.1 * n + 0.004, Outcome.DONE)
         fleet.release(lease)
     assert (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at) == known
     assert worker.pace.prefills == 0

@@ -16,6 +16,7 @@ from proxy.core.fleet.monitoring import IDLE_BEFORE_RETRY_S
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.slots import MAX_PAGE_AGE_S
 from proxy.core.fleet.worker import MAX_IDLE_PAGE_S
+from proxy.core.learned.latency import PrefillWork
 from proxy.core.learned.prefix_index import BLOCKS
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
@@ -233,7 +234,7 @@ def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     assert worker.ttft_s(make_info(100), 0.0, 0) == pytest.approx(own + 6.0 + first_s)
     fleet.release(lease)
     later = fleet.charge(make_info(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
-    assert (later.ahead_tokens, later.behind_long) == pytest.approx((4000, 4000))
+    assert (later.ahead_tokens, later.ahead_long_tokens) == pytest.approx((4000, 4000))
     fleet.release(later)
     fleet.health.set_gauges("a", backlog(3.0, 0, 0.0))
     assert worker.wait_s(0.0, for_long=True) == 0
@@ -267,7 +268,7 @@ def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
     a, b = members(fleet)
     for worker, seconds in ((a, 10.0), (b, 0.1)):
         for i in range(20):
-            worker.pace.learn_first_token(1000, 0.0, 0.0, seconds, now=i / 20)
+            worker.pace.learn_first_token(PrefillWork(1000), seconds, now=i / 20)
     slow = a.pace.token_s
     for second in range(120):
         fleet.health.set_gauges("a", Gauges(at=IDLE_BEFORE_RETRY_S + 1 + second))
@@ -277,7 +278,7 @@ def test_slow_idle_worker_drifts_to_the_pace_of_its_peers() -> None:
 def test_new_worker_starts_with_the_pace_of_its_peers() -> None:
     fleet = fleet_of(spec("a"))
     for i in range(20):
-        members(fleet)[0].pace.learn_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
+        members(fleet)[0].pace.learn_first_token(PrefillWork(1000), 10.0, now=i / 20)
     fleet.roster.add(spec("b"))
     fleet.health.probe_ok("b", 2.0)
     assert members(fleet)[1].pace.token_s == pytest.approx(members(fleet)[0].pace.token_s)

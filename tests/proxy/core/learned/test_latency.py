@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.learned.latency import FIXED_S, TOKEN_S, LatencyModel
+from proxy.core.learned.latency import FIXED_S, TOKEN_S, LatencyModel, PrefillWork
 
 
 def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> LatencyModel:
@@ -17,7 +17,7 @@ def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) 
     for i in range(times):
         tokens = rng.choice([50, 200, 1000, 8000])
         seconds = (fixed + token * tokens) * rng.uniform(1 - noise, 1 + noise)
-        pace.learn_first_token(tokens, 0.0, 0.0, seconds, now=float(i))
+        pace.learn_first_token(PrefillWork(tokens), seconds, now=float(i))
     return pace
 
 
@@ -42,9 +42,9 @@ def test_passing_share_is_learnt_from_waits_behind_longs() -> None:
     fair, strict = LatencyModel(), LatencyModel()
     for i in range(50):
         for pace, waited in ((fair, 0.1), (strict, 1.0)):
-            pace.learn_first_token(200, 0.0, 0.0, 0.02 + 200 * 1e-4, now=float(i))
+            pace.learn_first_token(PrefillWork(200), 0.02 + 200 * 1e-4, now=float(i))
             seconds = 0.02 + 200 * 1e-4 + waited * 30_000 * 1e-4
-            pace.learn_first_token(200, 30_000, 0.0, seconds, now=float(i))
+            pace.learn_first_token(PrefillWork(200, 30_000), seconds, now=float(i))
     assert fair.passing == pytest.approx(0.1, abs=0.1)
     assert strict.passing == pytest.approx(1.0, abs=0.1)
 
@@ -57,9 +57,10 @@ tokens = st.floats(0, 1e8)
 def test_parameters_stay_positive_and_finite(seen: list[tuple[float, float, float]]) -> None:
     pace = LatencyModel()
     for own, behind, took in seen:
-        pace.learn_first_token(own, behind, own, took, 0.0)
+        work = PrefillWork(own, behind, own)
+        pace.learn_first_token(work, took, 0.0)
         pace.learn_steps(own, took, 0.0)
-        pace.learn_total(own, behind, own, 1, 10, took, 0.0)
+        pace.learn_total(work, 1, 10, took, 0.0)
     for part in (pace.fixed_s, pace.token_s, pace.base_s, pace.each_s, pace.passing):
         assert 0 < part < 1e15
     assert pace.passing <= 1

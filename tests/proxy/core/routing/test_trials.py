@@ -9,6 +9,7 @@ import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S
 from proxy.core.fleet.leases import Lease, LegFailure
+from proxy.core.learned.latency import PrefillWork
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
@@ -133,7 +134,7 @@ def test_admission_refuses_no_request_because_of_a_trial() -> None:
     router = failed_fleet(admission=targets)
     pace = worker_of(router, "a").pace
     for second in range(20):  # it hung before it failed
-        pace.learn_first_token(1000, 0.0, 0, 30.0, float(second))
+        pace.learn_first_token(PrefillWork(1000), 30.0, float(second))
     assert serve(router, TRIED_AT)[0] == "b"
 
 

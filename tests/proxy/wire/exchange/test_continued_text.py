@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
-from proxy.core.model.types import Usage
+from proxy.core.model.types import Outcome, Usage
 from proxy.core.request.continuable import FIELD, NO_TOKENS, OTHER_OUTPUT
 from tests.proxy.http import agent_streams
 from tests.proxy.wire.conftest import Start
@@ -68,9 +69,11 @@ async def test_the_tenant_pays_for_each_token_once(start: Start) -> None:
     reported: list[Usage | None] = []
     finish = site.router.leases.finish
 
-    def finished(*args: Any) -> None:
-        reported.append(args[3])
-        finish(*args)
+    def finished(
+        lease: Lease, now: float, outcome: Outcome, usage: Usage | None = None, **failure: Any
+    ) -> None:
+        reported.append(usage)
+        finish(lease, now, outcome, usage, **failure)
 
     site.router.leases.finish = finished  # type: ignore[method-assign]
     in_turn(site, engines.serve(dies_after=4), engines.serve())

@@ -13,7 +13,7 @@ from proxy.core.model.specs import Score, WorkerSpec
 from proxy.core.model.types import Reason, Usage
 from proxy.http.request import Request, RequestHead
 from proxy.http.response_parser import ResponseParser
-from proxy.wire.exchange.response_writer import ResponseWriter, response_id_in
+from proxy.wire.exchange.response_writer import BodyEdits, ResponseWriter, response_id_in
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -42,7 +42,11 @@ def writer_for(
         decision.handover = HandoverDecision(prefill, 0, 9, 0.1, 0.1)
     request = Request(request_head, b"")
     return ResponseWriter(
-        request, reader.head, decision, keep_alive=keep_alive, cached_tokens=cached
+        request,
+        reader.head,
+        decision,
+        keep_alive=keep_alive,
+        edits=BodyEdits(cached_tokens=cached),
     )
 
 

@@ -21,7 +21,7 @@ from proxy.http.sent_text import CHAT_FAILURES
 from proxy.http.sse import EventStream
 from proxy.metrics.registry import Metrics
 from proxy.wire.exchange.exchange import Exchange
-from proxy.wire.exchange.stream_fast_path import StreamFastPath, size_line
+from proxy.wire.exchange.stream_fast_path import StreamCounter, StreamFastPath, size_line
 from proxy.wire.server import WireServer
 from proxy.wire.settings import WireSettings
 from proxy.wire.worker.connection import WorkerConnection
@@ -182,10 +182,15 @@ async def test_an_abort_is_parsed_though_its_event_ends_like_others(ends: bytes)
     attempt = stream.exchange._attempt
     assert attempt is not None
     assert attempt.lease is not None
+    leases = stream.metrics.router.leases
+    counter = StreamCounter(leases, attempt.lease, stream.metrics, stream.exchange.record)
     path = StreamFastPath(
-        stream.metrics.router, attempt.lease, stream.metrics, stream.exchange.record,
-        EventStream(), stream.client.write, recounts=False, failures=CHAT_FAILURES,
-    )  # fmt: skip
+        counter,
+        EventStream(),
+        stream.client.write,
+        changes_usage=False,
+        failures=CHAT_FAILURES,
+    )
     start = b'data: {"choices":[{"index":0,"text":"a","logprobs":null'
     for _ in range(3):
         assert path.pass_on(stream.now, scripts.chunk(start + ends % b"null"))

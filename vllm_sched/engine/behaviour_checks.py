@@ -1,6 +1,6 @@
 """Behaviours of vLLM's scheduler that policies rely on, tried on a scheduler without a model.
 
-The tests run every probe, and an engine of an untested release before the model loads.
+The tests run every check, and an engine of an untested release before the model loads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BUDGET: Final = 64
 logger = logging.getLogger("vllm.vllm_sched")
 
 
-class ProbedEngine(SimulatedEngine):
+class CheckedEngine(SimulatedEngine):
     def __init__(self, kv_tokens: int = 4096) -> None:
         super().__init__(
             EngineSettings(
@@ -49,7 +49,7 @@ class ProbedEngine(SimulatedEngine):
 
 
 def budget_is_read_in_every_step() -> bool:
-    engine = ProbedEngine()
+    engine = CheckedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler.max_num_scheduled_tokens = 10
     first = engine.step()
@@ -59,7 +59,7 @@ def budget_is_read_in_every_step() -> bool:
 
 def lookahead_has_the_last_word() -> bool:
     """`_reserve_prefill_lookahead` decides the size of a chunk, waiting or running."""
-    engine = ProbedEngine()
+    engine = CheckedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler._reserve_prefill_lookahead = lambda _request, _computed, tokens: min(tokens, 9)
     return [engine.step(), engine.step()] == [{"a": 9}, {"a": 9}]
@@ -67,7 +67,7 @@ def lookahead_has_the_last_word() -> bool:
 
 def request_without_tokens_stays_first() -> bool:
     """Keep a request without tokens in front, without blocks."""
-    engine = ProbedEngine()
+    engine = CheckedEngine()
     engine.add_prompts(("a", 20, 0), ("b", 20, 0))
     scheduler: Any = engine.scheduler
     upstream = scheduler._reserve_prefill_lookahead
@@ -82,7 +82,7 @@ def request_without_tokens_stays_first() -> bool:
 
 
 def running_is_served_in_order() -> bool:
-    engine = ProbedEngine()
+    engine = CheckedEngine()
     engine.add_prompts(("a", 200, 0))
     engine.scheduler._reserve_prefill_lookahead = lambda _request, _computed, tokens: min(tokens, 9)
     engine.step()
@@ -95,7 +95,7 @@ def running_is_served_in_order() -> bool:
 
 def decode_is_left_out_of_one_step() -> bool:
     """`next_decode_eligible_step` leaves a request out until that step."""
-    engine = ProbedEngine()
+    engine = CheckedEngine()
     engine.add_prompts(("a", 10, 0))
     engine.step()
     scheduler: Any = engine.scheduler
@@ -114,9 +114,9 @@ def preempted_request_of_a_low_priority_waits() -> bool:
     return [r.request_id for r in engine.scheduler.running] == ["b"] and waiting == ["a"]
 
 
-def _filled(policy: SchedulingPolicy) -> ProbedEngine:
+def _filled(policy: SchedulingPolicy) -> CheckedEngine:
     """Return an engine after a preemption: two decodes filled the KV cache."""
-    engine = ProbedEngine(kv_tokens=128)
+    engine = CheckedEngine(kv_tokens=128)
     engine.scheduler.policy = policy
     engine.scheduler.waiting = create_request_queue(policy)
     engine.add_prompts(("a", 30, 1), ("b", 30, 0))
@@ -129,7 +129,7 @@ def _filled(policy: SchedulingPolicy) -> ProbedEngine:
 
 def abort_frees_the_request() -> bool:
     """`_free_request` is called for a request that is aborted."""
-    engine = ProbedEngine()
+    engine = CheckedEngine()
     engine.add_prompts(("a", 10, 0))
     engine.step()
     freed = []
@@ -144,7 +144,7 @@ def abort_frees_the_request() -> bool:
     return freed == ["a"]
 
 
-PROBES: Final[tuple[Callable[[], bool], ...]] = (
+CHECKS: Final[tuple[Callable[[], bool], ...]] = (
     budget_is_read_in_every_step,
     lookahead_has_the_last_word,
     request_without_tokens_stays_first,
@@ -157,18 +157,20 @@ PROBES: Final[tuple[Callable[[], bool], ...]] = (
 
 
 def require_known_behaviour() -> None:
-    """Refuse a vLLM that fails a probe."""
-    changed = [probe.__name__ for probe in PROBES if not _succeeds(probe)]
+    """Refuse a vLLM that fails a check."""
+    changed = [check.__name__ for check in CHECKS if not _succeeds(check)]
     if changed:
         raise UnsupportedVllmError(
             f"vLLM {installed_version()} schedules differently from what policies rely on "
-            f"(vllm_sched.engine.probes: {', '.join(changed)}); install a tested release"
+            f"(vllm_sched.engine.behaviour_checks: {', '.join(changed)}); install a tested release"
         )
 
 
-def _succeeds(probe: Callable[[], bool]) -> bool:
+def _succeeds(check: Callable[[], bool]) -> bool:
     try:
-        return probe()
+        return check()
     except Exception:
-        logger.warning("vllm_sched.engine.probes: %s raised", probe.__name__, exc_info=True)
+        logger.warning(
+            "vllm_sched.engine.behaviour_checks: %s raised", check.__name__, exc_info=True
+        )
         return False

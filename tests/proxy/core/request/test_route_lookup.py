@@ -6,7 +6,7 @@ import pytest
 
 from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Reason
-from proxy.core.request.routes import find
+from proxy.core.request.route_lookup import find
 from tests.proxy.core.making import refused, route
 
 

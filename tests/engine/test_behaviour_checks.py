@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_sched.engine import probes
+from vllm_sched.engine import behaviour_checks
 from vllm_sched.errors import UnsupportedVllmError
 
 
-@pytest.mark.parametrize("probe", probes.PROBES, ids=lambda probe: probe.__name__)
-def test_vllm_passes_the_probe(probe: Callable[[], bool]) -> None:
-    assert probe()
+@pytest.mark.parametrize("check", behaviour_checks.CHECKS, ids=lambda check: check.__name__)
+def test_vllm_passes_the_check(check: Callable[[], bool]) -> None:
+    assert check()
 
 
 def test_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,14 +24,14 @@ def test_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         return upstream(self, *args)
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
-    with pytest.raises(UnsupportedVllmError, match=r"probes: running_is_served_in_order\)"):
-        probes.require_known_behaviour()
+    with pytest.raises(UnsupportedVllmError, match=r"checks: running_is_served_in_order\)"):
+        behaviour_checks.require_known_behaviour()
 
 
-def test_probe_that_raises_counts_as_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_raises_counts_as_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     def free(*_args: object, **_kwargs: object) -> None:
         raise TypeError("another argument is wanted")
 
     monkeypatch.setattr(Scheduler, "finish_requests", free)
-    with pytest.raises(UnsupportedVllmError, match=r"probes: abort_frees_the_request\)"):
-        probes.require_known_behaviour()
+    with pytest.raises(UnsupportedVllmError, match=r"checks: abort_frees_the_request\)"):
+        behaviour_checks.require_known_behaviour()

@@ -340,7 +340,10 @@ def _workers(page: MetricsPage, workers: list[Worker]) -> None:
 def _panics(page: MetricsPage, metrics: Metrics) -> None:
     roster = metrics.router.fleet.roster
     ejections = roster.ejections
-    pools = {key: (key[0], "prefill" if key[1] else "serve") for key in map(key_of, roster)}
+    pools = {
+        (model, is_prefill): (model, "prefill" if is_prefill else "serve")
+        for model, is_prefill in map(key_of, roster)
+    }
     page.values(PANIC, ((labels, key in ejections.panics) for key, labels in pools.items()))
     started = ejections.started
     page.values(PANICS, ((labels, started.get(key, 0)) for key, labels in pools.items()))
@@ -377,7 +380,7 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
 
 
 def _bytes_per_token(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
-    for route, model in dict.fromkeys((key[0], key[1]) for key in metrics.requests):
+    for route, model in dict.fromkeys((route, model) for route, model, *_ in metrics.requests):
         found = metrics.router.sizer.prior(model, route).bytes_per_token
         if found is not None:
             yield (model, route), round(found, 3)
