@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from proxy.config.types import Block, FilePath, Name
 
 EXAMPLE = "redis://host:6379/0"
-SCHEMES = "redis", "rediss", "unix"
+SCHEMES = "redis://", "rediss://", "unix://"  # redis-py takes no capitals
 # Options that the URL may have, as redis-py names them.
 DATABASE = "db"
 TLS_OPTIONS = "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"
@@ -23,7 +23,7 @@ def _url(url: str) -> str:
         _ = parts.port
     except ValueError as error:
         raise ValueError(f"{error}; write it as {EXAMPLE}") from None
-    if parts.scheme not in SCHEMES or not (parts.path if parts.scheme == "unix" else parts.netloc):
+    if not url.startswith(SCHEMES) or not (parts.path if parts.scheme == "unix" else parts.netloc):
         raise ValueError(
             "write it as redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///run/redis.sock"
         )

@@ -123,6 +123,7 @@ HEADERS, PROCESSES = "OTEL_EXPORTER_OTLP_HEADERS", "from 1 to 64, or auto"
         ("router.processes", [2], PROCESSES),
         ("router.shared.url", "http://r:6379", REDIS),
         ("router.shared.url", "redis://", REDIS),
+        ("router.shared.url", "REDIS://r", REDIS),
         ("router.shared.url", "unix://", REDIS),
         ("router.shared.url", "redis://r:70000", REDIS),
         ("router.shared.url", "redis://:secret@r:6379", "give password_file instead"),
