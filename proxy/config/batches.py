@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from proxy.config.types import MIB, Block, Count, FilePath
 
 
-def _postgres_url(url: str) -> str:
+def postgres_url(url: str) -> str:
     if not url.startswith(("postgresql://", "postgres://")):
         raise ValueError("write it as postgresql://user@host/name")
     return url
@@ -21,7 +21,7 @@ class BatchesConfig(Block):
     path: FilePath | None = None
     """Folder for files, batches and results, with a SQLite database. The API is off if neither
     path nor database is given"""
-    database: Annotated[str, AfterValidator(_postgres_url)] | None = Field(None, repr=False)
+    database: Annotated[str, AfterValidator(postgres_url)] | None = Field(None, repr=False)
     """URL of a PostgreSQL database, instead of path: postgresql://user@host/name. All routers
     with the same database run its batches together"""
     database_password_file: FilePath | None = None

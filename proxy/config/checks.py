@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from proxy.config.admin import is_loopback
 from proxy.config.partial import Check, PartialConfig
+from proxy.config.shared import database_of
 from proxy.config.tenants import TenantConfig
 from proxy.config.types import LAST_PORT
 from proxy.config.workers import AUTO, PoolConfig, WorkerConfig, server_at
@@ -229,6 +230,18 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
         )
 
 
+def check_shared(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that the settings of the Redis server fit its URL."""
+    if draft.router is None or (shared := draft.router.shared) is None:
+        return
+    if shared.ca_file is not None and not shared.url.startswith("rediss://"):
+        why = "has no effect without TLS; write the url with rediss://, or remove ca_file"
+        yield Problem("router.shared.ca_file", why)
+    if shared.cluster and (shared.url.startswith("unix:") or database_of(shared.url)):
+        why = "a cluster has no socket, and no database but 0; correct it, or remove cluster"
+        yield Problem("router.shared.url", why)
+
+
 def check_roles(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a prefill worker has a decode worker of its model, a connector, and vice versa."""
     if not draft.all_have_valid("role", "model"):
@@ -317,6 +330,7 @@ CHECKS: tuple[Check, ...] = (
     check_short_limit,
     check_pools,
     check_sizes,
+    check_shared,
     check_roles,
     check_threshold,
     check_transfer,

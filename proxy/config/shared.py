@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, Field
 
 from proxy.config.types import Block, FilePath, Name
 
-SCHEMES = "redis", "rediss", "unix"
+EXAMPLE = "redis://host:6379/0"
+SCHEMES = "redis://", "rediss://", "unix://"  # redis-py takes no capitals
+# Options that the URL may have, as redis-py names them.
+DATABASE = "db"
+TLS_OPTIONS = "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"
+VISIBLE = "a password would be visible in the printed configuration; give password_file instead"
 
 
 def _url(url: str) -> str:
@@ -17,16 +22,29 @@ def _url(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"{error}; write it as redis://host:6379/0") from None
-    if parts.scheme not in SCHEMES or not (parts.path if parts.scheme == "unix" else parts.netloc):
+        raise ValueError(f"{error}; write it as {EXAMPLE}") from None
+    if not url.startswith(SCHEMES) or not (parts.path if parts.scheme == "unix" else parts.netloc):
         raise ValueError(
             "write it as redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///run/redis.sock"
         )
-    if parts.password is not None:
-        raise ValueError(
-            "a password would be visible in the printed configuration; give password_file instead"
-        )
+    options = parse_qs(parts.query, keep_blank_values=True)
+    if parts.password is not None or "password" in options:
+        raise ValueError(VISIBLE)
+    known = (DATABASE, *TLS_OPTIONS) if parts.scheme == "rediss" else (DATABASE,)
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"{unknown[0]} is no option here; valid: {', '.join(known)}")
+    database_of(url)
     return url
+
+
+def database_of(url: str) -> int:
+    """Return the number of the database that a URL names; raise `ValueError` without a number."""
+    parts = urlsplit(url)
+    path = "" if parts.scheme == "unix" else parts.path.removeprefix("/")
+    for word in (path, *parse_qs(parts.query, keep_blank_values=True).get(DATABASE, ())):
+        if word and not (word.isascii() and word.isdigit()):
+            raise ValueError(f"{word[:20]!r} is no number of a database; write it as {EXAMPLE}")
+    return int(parse_qs(parts.query).get(DATABASE, [path])[0] or 0)
 
 
 class SharedConfig(Block):
@@ -34,7 +52,8 @@ class SharedConfig(Block):
 
     url: Annotated[str, AfterValidator(_url)]
     """URL of the server, as in redis://host:6379/0. A user name may be in it; rediss:// uses
-    TLS, unix:///path a socket"""
+    TLS, unix:///path?db=0 a socket. rediss:// takes the options ssl_certfile, ssl_keyfile,
+    ssl_cert_reqs and ssl_check_hostname of redis-py"""
     cluster: bool = False
     """The server is a node of a Redis cluster"""
     password_file: FilePath | None = None

@@ -64,7 +64,13 @@ class Router:
     def settings(self) -> RouterSettings:
         return self.placer.settings
 
+    @property
+    def shares_responses(self) -> bool:
+        """True if other processes report their stored responses to this one."""
+        return self.report_stored_response is not None
+
     def read(self, request: ReceivedRequest) -> RequestInfo | Refusal:
+        """Read a request; raise `UnknownOwnerError` if it may wait."""
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:
             return self._reader.read(request, hashed=hashed)

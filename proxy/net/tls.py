@@ -169,6 +169,11 @@ def tls_problems(draft: PartialConfig) -> Iterator[Problem]:
     if router := draft.router:
         yield from _problems("router.tls", router.tls)
         yield from _problems("router.admin.tls", router.admin.tls)
+        if router.shared is not None and (file := router.shared.ca_file) is not None:
+            try:
+                _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), file, "ca_file")
+            except TlsError as error:
+                yield Problem(f"router.shared.{error.field}", error.why)
     yield from _problems("worker_tls", draft.worker_tls)
     for index, worker in draft.legible_workers.items():
         yield from _problems(f"workers[{index}].tls", worker.tls)

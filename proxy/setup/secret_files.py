@@ -35,7 +35,7 @@ def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Yield what is wrong with the configured secrets."""
     if draft.router is None:
         return
-    for read in (admin_key, journal_key, redis_password):
+    for read in (admin_key, journal_key, redis_password, database_password):
         if isinstance(found := read(draft.router), Problem):
             yield found
 
@@ -78,6 +78,18 @@ def redis_password(router: RouterConfig) -> str | Problem | None:
     """Return the password of the Redis server that replicas share."""
     where = "router.shared.password_file"
     if router.shared is None or (file := router.shared.password_file) is None:
+        return None
+    try:
+        password = read_text(file).strip()
+    except UnreadableFileError as error:
+        return Problem(where, f"{str(file)!r}: {error}")
+    return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")
+
+
+def database_password(router: RouterConfig) -> str | Problem | None:
+    """Return the password of the database of batches, which is read again at each connection."""
+    where = "router.batches.database_password_file"
+    if (file := router.batches.database_password_file) is None:
         return None
     try:
         password = read_text(file).strip()

@@ -86,7 +86,7 @@ class WireContext(Protocol):
     local_requests: set[Conversation]  # that no worker serves
     releases: set[Expiring]  # of KV blocks
     write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
-    counting: set[TokenizeRequest]
+    short_waits: set[Expiring]  # checked at short ticks
     outbox: WriteBatch
     pools: ConnectionPools
     collecting: BodyBudget
@@ -129,6 +129,8 @@ class WireContext(Protocol):
     def remove_local_request(self, request: Conversation) -> None: ...
 
     def remove_release(self, release: Expiring) -> None: ...
+
+    def add_short_wait(self, wait: Expiring) -> None: ...
 
     def make_tokenize_request(
         self, now: float, done: Callable[[float, int | None], None]

@@ -94,7 +94,7 @@ class WireServer:
         self.write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
         self.write_metrics = partial(write_page, metrics)
         self.queued: dict[Ticket, ServedExchange] = {}
-        self.counting: set[TokenizeRequest] = set()
+        self.short_waits: set[Expiring] = set()
         self.releases: set[Expiring] = set()
         self.outbox = WriteBatch()
         self.pools = ConnectionPools(settings, clock, self.outbox)
@@ -216,9 +216,12 @@ class WireServer:
         self, now: float, done: Callable[[float, int | None], None]
     ) -> TokenizeRequest:
         question = TokenizeRequest(now + self.settings.count_s, done)
-        self.counting.add(question)
-        self.ticks.shorten()
+        self.add_short_wait(question)
         return question
+
+    def add_short_wait(self, wait: Expiring) -> None:
+        self.short_waits.add(wait)
+        self.ticks.shorten()
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None:
         self.queued[ticket] = exchange
@@ -335,11 +338,11 @@ class WireServer:
         self._quiet = None
 
     def _needs_short_ticks(self) -> bool:
-        return bool(self.queued or self.counting)
+        return bool(self.queued or self.short_waits)
 
     def _check_deadlines(self, now: float, sweep: bool) -> None:
-        for question in [question for question in self.counting if question.deadline < now]:
-            question.expire(now)
+        for wait in [wait for wait in self.short_waits if wait.deadline < now]:
+            wait.expire(now)
         self.dispatch_queued(now)
         if not sweep:
             return

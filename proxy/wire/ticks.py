@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.metrics.histogram import Histogram
 
-# The short tick is only for the queue and token counts: an idle router's tick costs 150 us.
+# The short tick is only for the queue and short waits: an idle router's tick costs 150 us.
 SWEEP_INTERVAL_S = 0.2
 SHORT_TICK_S = 0.05
 # A tick this late means a suspended process or machine.

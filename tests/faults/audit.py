@@ -43,7 +43,7 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
         "exchanges": len(wire.exchanges),
         "queued": len(wire.queued) + len(router.queue),
         "queued bytes": router.queue.bytes,
-        "counts of tokens": len(wire.counting),
+        "counts of tokens": len(wire.short_waits),
         "releases": len(wire.releases),
         "local_requests": len(wire.local_requests),
         "bytes of bodies": wire.collecting.held,

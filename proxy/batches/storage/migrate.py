@@ -9,6 +9,8 @@ from proxy.batches.storage.postgres import LEAD, PostgresBackend, chunks
 from proxy.batches.storage.rows import BATCH_COLUMNS, FILE_COLUMNS
 from proxy.batches.storage.schema import POSTGRES_OCTETS, UNSAVED, count_all
 from proxy.batches.storage.sqlite import SqliteBackend
+from proxy.config.batches import postgres_url
+from proxy.config.redact import without_password
 from proxy.errors import ProxyError
 
 # Columns and order by table. Batches are copied last, so that no router runs one before.
@@ -32,6 +34,10 @@ def migrate(folder: Path, url: str, password_file: Path | None = None) -> Counts
         raise ProxyError(
             f"{folder}: there is no {DATABASE}; give the folder of router.batches.path"
         )
+    try:
+        postgres_url(url)
+    except ValueError as error:
+        raise ProxyError(f"--to {without_password(url)}: {error}") from None
     target = PostgresBackend(url, password_file)
     try:
         with target.errors():

@@ -78,6 +78,7 @@ class ReceivedRequest:
     deadline: float = inf  # for the first token, by the client's header
     explain: bool = False  # keep the scores of the decision
     large: LargeBody | None = None  # the body, if it was parsed in steps
+    may_wait: bool = False  # until the owner of its stored response is known
 
 
 @dataclass(slots=True)

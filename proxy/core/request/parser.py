@@ -36,7 +36,7 @@ from proxy.core.request.json_body import LargeBody, parsed
 from proxy.core.request.json_edit import check_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES, JsonMask
 from proxy.core.request.multipart import form_fields, plain_model
-from proxy.core.request.response_owners import ResponseOwners
+from proxy.core.request.response_owners import ResponseOwners, UnknownOwnerError
 from proxy.core.request.session_key import id_in_body, previous_response, session_key
 from proxy.core.request.sizing import CUT, Sizer, shrink_to_fit, use_known_prefix
 from proxy.core.request.split_check import why_not_split
@@ -112,7 +112,7 @@ class RequestParser:
             if info.generates:
                 _name_session(info, route.shape, fields, request.session)
         if route.shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
-            info.pinned = self._find_storing_worker(previous, tenant)
+            info.pinned = self._find_storing_worker(previous, request)
             self._add_stored_tokens(info)
         info.long = info.expected_tokens > self.short_limit
         self._shrink_to_fit(info)
@@ -217,7 +217,7 @@ class RequestParser:
     def _read_by_id(self, request: ReceivedRequest) -> RequestInfo:
         """Pin a request to the worker that stores its response."""
         roster, route, tenant = self._roster, request.route, request.tenant
-        worker_name = self._find_storing_worker(route.response_id, tenant)
+        worker_name = self._find_storing_worker(route.response_id, request)
         worker, models = roster.get(worker_name), roster.models()
         live = (model for model in models if roster.pool(model).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
@@ -227,14 +227,16 @@ class RequestParser:
             info.tenant, info.rank = tenant, tenant.spec.rank
         return info
 
-    def _find_storing_worker(self, response_id: object, tenant: Tenant | None) -> str:
+    def _find_storing_worker(self, response_id: object, request: ReceivedRequest) -> str:
         """Return the name of the worker that stores a response; "" if it is not known.
 
         Without a known owner, the response may be another tenant's, so a tenant is refused.
         """
-        worker_name = ""
+        worker_name, tenant = "", request.tenant
         if type(response_id) is str:
             worker_name = self.stored.find_worker(response_id, tenant)
+            if not worker_name and request.may_wait:
+                raise UnknownOwnerError
         if worker_name in self._roster:
             return worker_name
         if tenant is not None:

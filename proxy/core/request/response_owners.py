@@ -7,11 +7,29 @@ Cost: a look-up; a full store may scan all tenants.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from proxy.core.tenants.tenants import Tenant
 
 MAX_RESPONSES = 10_000
+OWNER_WAIT_S = 0.1  # hosts publish such news within 20 ms
+
+
+class UnknownOwnerError(Exception):
+    """No worker is known for a response, but another router process may report it soon."""
+
+
+class OwnerWait:
+    """A wait for news of a response's owner; `done` is called at the deadline."""
+
+    __slots__ = ("_done", "deadline")
+
+    def __init__(self, deadline: float, done: Callable[[float], None]) -> None:
+        self.deadline = deadline
+        self._done = done
+
+    def expire(self, now: float) -> None:
+        self._done(now)
 
 
 class ResponseOwners:

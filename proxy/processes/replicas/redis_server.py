@@ -20,11 +20,19 @@ CHECK_INTERVAL_S = 1.0
 # Replicas publish at the same moments. After a pause their messages are read together.
 READ_PAUSE_S = 0.004
 READ_ONLY = "READONLY"
+# What servers reply to a client that gives no password.
+NO_PASSWORD = "HELLO must be called with the client already authenticated", "NOAUTH"
 
 
 def check(settings: SharedConfig) -> None:
     """Raise `ProxyError` if the settings cannot be used here at all."""
-    client(settings, password=None)
+    found = client(settings, password=None)
+    if not settings.cluster:
+        unusable = server_errors()
+        try:
+            found.connection_pool.make_connection()  # connects later
+        except unusable as error:
+            raise ProxyError(f"{PATH}.url: {error}") from None
     if (file := settings.ca_file) is not None:
         try:
             ssl.create_default_context(cafile=str(file))
@@ -63,9 +71,19 @@ def client(settings: SharedConfig, password: str | None) -> Any:
 def server_errors() -> tuple[type[Exception], ...]:
     """Return the errors that mean that the server cannot be used now."""
     from hiredis import HiredisError
-    from redis.exceptions import RedisError
+    from redis.exceptions import RedisClusterException, RedisError
 
-    return HiredisError, RedisError, OSError, TimeoutError
+    return HiredisError, RedisError, RedisClusterException, OSError, TimeoutError
+
+
+def describe(error: Exception) -> str:
+    """Return what an error means for the operator."""
+    text = str(error).rstrip(".")
+    if text.startswith(NO_PASSWORD):
+        return f"the server needs a password; give {PATH}.password_file"
+    if isinstance(error, TimeoutError) and not text:
+        return f"no answer within {PATH}.timeout_s"
+    return text or type(error).__name__
 
 
 class RedisConnection(asyncio.Protocol):

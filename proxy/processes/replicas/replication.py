@@ -183,7 +183,7 @@ class Replication:
             logger.error(
                 "router.shared: the server cannot be reached: %s; "
                 "this router uses its own state only",
-                str(error).rstrip(".") or type(error).__name__,
+                redis_server.describe(error),
             )
         self.connected = False
         now = self._clock()

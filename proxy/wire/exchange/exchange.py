@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
+from proxy.core.request.response_owners import OWNER_WAIT_S, OwnerWait
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt
@@ -70,6 +72,7 @@ class Exchange(AttemptOwner):
         self._limit_s = inf if limit_s is None else limit_s
         self.deadline = came_at + self._limit_s
         self._reader: LargeBodyReader | None = None
+        self._owner_wait: OwnerWait | None = None  # also once it is over
         self._pending_decision: PendingDecision | None = None
         self._tokenize_request: TokenizeRequest | None = None
         self._ticket: Ticket | None = None
@@ -94,7 +97,12 @@ class Exchange(AttemptOwner):
             self._read(now)
 
     def _read(self, now: float, large: LargeBody | None = None) -> None:
-        request, info = self.request, read_request(self, now, large)
+        may_wait = self._owner_wait is None and self.wire.router.shares_responses
+        request, info = self.request, read_request(self, now, large, may_wait=may_wait)
+        if info is None:
+            self._owner_wait = OwnerWait(now + OWNER_WAIT_S, partial(self._read_again, large=large))
+            self.wire.add_short_wait(self._owner_wait)
+            return
         if isinstance(info, Refusal):
             self.refuse(now, info)
             return
@@ -106,6 +114,11 @@ class Exchange(AttemptOwner):
             self._admit(now, info)
         else:
             self.set_state(LIMITING)
+
+    def _read_again(self, now: float, *, large: LargeBody | None) -> None:
+        if self._owner_wait is not None:
+            self.wire.short_waits.discard(self._owner_wait)
+        self._read(now, large)
 
     def _admission_decided(self, _: LimitExceeded | None) -> None:
         self._pending_decision = None
@@ -150,7 +163,7 @@ class Exchange(AttemptOwner):
         if request is None or info is None:
             return
         self._tokenize_request = None
-        self.wire.counting.discard(request)
+        self.wire.short_waits.discard(request)
         if tokens is not None:
             self.wire.router.apply_count(info, tokens)
         self._place(now, info)
@@ -292,12 +305,14 @@ class Exchange(AttemptOwner):
         wire = self.wire
         if self._reader is not None:
             self._reader.drop()
+        if self._owner_wait is not None:
+            wire.short_waits.discard(self._owner_wait)
         if self._pending_decision is not None:
             self._pending_decision.drop()
             self._pending_decision = None
         if (request := self._tokenize_request) is not None:
             self._tokenize_request = None
-            wire.counting.discard(request)
+            wire.short_waits.discard(request)
             request.drop()
             if self.info is not None:
                 wire.router.leave(self.info, now)

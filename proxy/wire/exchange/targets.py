@@ -14,6 +14,7 @@ from proxy.core.model.refusals import bad_request
 from proxy.core.model.types import ReceivedRequest, Refusal
 from proxy.core.queue.latency_admission import NO_TARGETS
 from proxy.core.request.json_edit import edit_members
+from proxy.core.request.response_owners import UnknownOwnerError
 from proxy.core.request.session_key import id_in_headers
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def deadline_in(
 
 
 def read_request(
-    exchange: AttemptOwner, now: float, large: LargeBody | None
-) -> RequestInfo | Refusal:
+    exchange: AttemptOwner, now: float, large: LargeBody | None, *, may_wait: bool
+) -> RequestInfo | Refusal | None:
+    """Read a request; None if it has to wait for the owner of a stored response."""
     router, request = exchange.wire.router, exchange.request
     head, special = request.head, request.head.special
     deadline = deadline_in(special, exchange.record.started, exchange.wire.settings)
@@ -61,8 +63,12 @@ def read_request(
             exchange.route, request.body, special.get(b"content-type", b""),
             request.id.decode("latin-1"), head.tenant, id_in_headers(special),
             batch=head.batch, deadline=deadline, explain=head.explain, large=large,
+            may_wait=may_wait,
         )  # fmt: skip
-        info = router.read(received)
+        try:
+            info = router.read(received)
+        except UnknownOwnerError:
+            return None
     if isinstance(info, Refusal):
         router.charge_refused_read(head.tenant, now)
     return info

@@ -96,6 +96,15 @@ def test_trace_that_ends_too_soon_is_reported(tmp_path: Path) -> None:
     assert not schedule(rate=3000, duration_s=20).falls_short
 
 
+def test_trace_of_sessions_that_ends_too_soon_names_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"session_id": "a", "input_length": 10, "output_length": 2}\n' * 3)
+    source = find(str(path), sessions=True)
+    (warning,) = Schedule(source=source, rate=5, count=99).falls_short
+    assert "it has 1 sessions, and 99 were wanted" in warning
+    assert "sweep" not in warning  # takes no sessions
+
+
 def test_scale_applies_to_lengths_and_prefixes() -> None:
     whole, tenth = (list(schedule("mooncake-conv", count=50, scale=s)) for s in (1, 0.1))
     for large, small in zip(whole, tenth, strict=True):

@@ -63,6 +63,7 @@ def test_example_file_is_read() -> None:
         *(("router.processes", number) for number in (1, 2, 64, "auto")),
         *(("router.shared.url", url) for url in (
             "redis://r:6379/0", "rediss://user@r", "unix:///run/redis.sock", "redis://[::1]:7",
+            "unix:///run/redis.sock?db=2", "rediss://r/3?ssl_cert_reqs=none",
         )),
     ],
 )  # fmt: skip

@@ -146,6 +146,7 @@ def test_check_reports_all_tls_problems(tmp_path: Path, capsys: pytest.CaptureFi
         "model: m\nworkers: [{name: a, url: 'https://h:1', tls: {ca_file: /no/ca}}]\n"
         "worker_tls: {ca_file: /no/other}\nrouter:\n  tls: {cert_file: /no/c, key_file: /no/k}\n"
         "  admin: {tls: {cert_file: /no/c, key_file: /no/k}}\n"
+        "  shared: {url: 'rediss://r', ca_file: /no/r}\n"
         "discovery: {pools: [{name: p, dns: h, tls: {ca_file: /no/p}}]}\n"
     )
     with pytest.raises(ConfigError) as caught:
@@ -153,6 +154,7 @@ def test_check_reports_all_tls_problems(tmp_path: Path, capsys: pytest.CaptureFi
     assert [problem.path for problem in caught.value.problems] == [
         "router.tls.cert_file",
         "router.admin.tls.cert_file",
+        "router.shared.ca_file",
         "worker_tls.ca_file",
         "workers[0].tls.ca_file",
         "discovery.pools[0].tls.ca_file",
@@ -160,7 +162,7 @@ def test_check_reports_all_tls_problems(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(ConfigError):
         App(load(path), path)
     assert main(["check", str(path)]) == 2
-    assert capsys.readouterr().err.count("/no/") == 5
+    assert capsys.readouterr().err.count("/no/") == 6
 
 
 def block_of(tls: TlsConfig | WorkerTlsConfig) -> dict[str, Any]:

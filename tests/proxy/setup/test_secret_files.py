@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from proxy.config import AdminConfig, JournalConfig, PartialConfig, RouterConfig
+from proxy.config.batches import BatchesConfig
 from proxy.config.shared import SharedConfig
 from proxy.errors import ConfigError
 from proxy.setup.secret_files import (
     admin_key,
+    database_password,
     journal_key,
     read_secret,
     redis_password,
@@ -27,6 +29,7 @@ def router(file: Path) -> RouterConfig:
         admin=AdminConfig(key_file=file),
         journal=JournalConfig(key_file=file),
         shared=SharedConfig(url="redis://r", password_file=file),
+        batches=BatchesConfig(database="postgresql://r", database_password_file=file),
     )
 
 
@@ -61,6 +64,7 @@ def test_missing_file_is_reported_for_each_secret(tmp_path: Path) -> None:
     problems = [*secret_problems(PartialConfig(router=router(tmp_path / "none")))]
     assert [problem.path for problem in problems] == [
         "router.admin.key_file", "router.journal.key_file", "router.shared.password_file",
+        "router.batches.database_password_file",
     ]  # fmt: skip
     assert all("none': can't be read: " in problem.message for problem in problems)
 
@@ -77,6 +81,7 @@ NO_ADMIN_KEY = r"^f: router\.admin\.key_file: .*16 to 512"
         (admin_key, b"\xff" * 20, "is not UTF-8 text"),
         (journal_key, b"0123456789abcde\n", "has 15 bytes; a key has 16 or more"),
         (redis_password, b"\n", "is empty; write the password into it"),
+        (database_password, b"\n", "is empty; write the password into it"),
     ],
 )
 def test_invalid_secret_is_refused(

@@ -54,7 +54,7 @@ async def test_ticks_are_shorter_while_a_count_is_pending() -> None:
     wire.ticks.timer.cancel()
     wire.ticks.tick()
     busy = wire.ticks.timer.when()
-    wire.counting.discard(count)
+    wire.short_waits.discard(count)
     wire.ticks.timer.cancel()
     wire.ticks.tick()
     assert wire.ticks.timer.when() - busy > SWEEP_INTERVAL_S / 2

@@ -128,10 +128,11 @@ class Schedule:
         wanted += [] if self.duration_s is None else [rate * self.duration_s]
         if not wanted or min(wanted) <= held + 0.5:  # `min` may be too large for an int
             return []
+        sessions = self.source.has_sessions
+        unit, remedy = ("sessions", "") if sessions else ("requests", " (`sweep` repeats a trace)")
         return [
-            f"{self.source.name} ended after {held / rate:.3g} s: it has {held:,} requests, and "
-            f"{min(wanted):,.0f} were wanted; a queue that grows later is not visible "
-            "(`sweep` repeats a trace)"
+            f"{self.source.name} ended after {held / rate:.3g} s: it has {held:,} {unit}, and "
+            f"{min(wanted):,.0f} were wanted; a queue that grows later is not visible{remedy}"
         ]
 
     def at_rate(self, rate: float) -> Schedule:

@@ -98,6 +98,8 @@ def test_refusals_are_one_line(
         return capsys.readouterr().err
 
     assert "there is no batches.sqlite" in refused(tmp_path / "none")
+    other = "mysql://me:secret@host/name"
+    assert "mysql://***@host/name: write it as postgresql://user@host/name" in refused(url=other)
     assert "password authentication failed" in refused(url=url.replace("test:", "test:x"))
     used = SqliteBackend(folder)
     used.renew_duties()

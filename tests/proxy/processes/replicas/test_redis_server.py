@@ -19,7 +19,7 @@ from proxy.config.shared import SharedConfig
 from proxy.core.tenants.limits import LimitExceeded
 from proxy.errors import ProxyError
 from proxy.processes.replicas import limits
-from proxy.processes.replicas.redis_server import check, open_channel, server_errors
+from proxy.processes.replicas.redis_server import check, describe, open_channel, server_errors
 from tests.proxy.processes.replicas.limiting import limiting, per_minute
 from tests.proxy.wire.site import eventually
 from tests.redis_server import RedisServer
@@ -185,6 +185,25 @@ def test_unusable_certificates_are_an_error_at_the_start(tmp_path: Path) -> None
     settings = SharedConfig(url="rediss://127.0.0.1", ca_file=tmp_path / "none.pem")
     with pytest.raises(ProxyError, match=r"router\.shared\.ca_file .*cannot be used"):
         check(settings)
+
+
+def test_unusable_option_is_an_error_at_the_start() -> None:
+    settings = SharedConfig(url="rediss://127.0.0.1?ssl_cert_reqs=maybe")
+    with pytest.raises(ProxyError, match=r"^router\.shared\.url: Invalid"):
+        check(settings)
+
+
+async def test_server_that_is_no_cluster_is_away(start: Start) -> None:
+    settings = SharedConfig(url=start().url, cluster=True)
+    with pytest.raises(server_errors(), match="Cluster mode is not enabled"):
+        await exchange(settings)
+
+
+async def test_error_names_the_missing_password(start: Start) -> None:
+    with pytest.raises(server_errors()) as found:
+        await exchange(SharedConfig(url=start("--requirepass", "secret").url))
+    assert describe(found.value) == "the server needs a password; give router.shared.password_file"
+    assert describe(TimeoutError()) == "no answer within router.shared.timeout_s"
 
 
 def test_missing_package_is_named(tmp_path: Path) -> None:

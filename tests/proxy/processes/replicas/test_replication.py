@@ -163,7 +163,10 @@ def test_host_that_was_stopped_keeps_its_part(host: Host) -> None:
 
 @pytest.mark.parametrize(
     ("error", "shown"),
-    [(OSError("Error 111 connecting to r:1."), "connecting to r:1;"), (TimeoutError(), "Timeout")],
+    [
+        (OSError("Error 111 connecting to r:1."), "connecting to r:1;"),
+        (TimeoutError(), "no answer within router.shared.timeout_s;"),
+    ],
 )
 def test_lost_server_is_logged_with_the_reason(
     host: Host, caplog: pytest.LogCaptureFixture, error: Exception, shown: str

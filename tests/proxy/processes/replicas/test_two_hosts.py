@@ -57,7 +57,6 @@ async def test_stored_response_is_found_from_any_host(hosts: Hosts, fakes: Fakes
         for fake in fakes.values():
             fake.always(stored_response(name))
         owner = await worker_of_response(first, fakes, FREE)
-        await asyncio.sleep(0.2)
         assert await worker_of_response(second, fakes, FREE, previous_response_id=name) == owner
         assert await worker_that_serves(second, fakes, get(f"/v1/responses/{name}", FREE)) == owner
 

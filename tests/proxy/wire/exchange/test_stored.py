@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.raw_client import Answer, get, request
-from tests.proxy.wire.site import Fake, Site
+from tests.proxy.wire.raw_client import Answer, Client, get, request
+from tests.proxy.wire.site import Fake, Site, eventually
 
 PATH = "/v1/responses"
 
@@ -47,6 +48,38 @@ async def test_stored_response_is_requested_from_its_worker(start: Start) -> Non
     assert (await site.ask(cancel)).status == 200
     assert request_counts(site)[holder] == sum(request_counts(site).values()) == 9
     assert site.fakes[holder].served[-1].path == f"{PATH}/resp_{holder}/cancel"
+
+
+@pytest.mark.parametrize("kind", ["retrieve", "continue", "large"])
+async def test_owner_that_another_process_reports_late_is_waited_for(
+    start: Start, kind: str
+) -> None:
+    site, holder = await store_response(start)
+    site.wire.router.report_stored_response = lambda *_: None  # there are other processes
+    name = f"resp_{holder}_late"
+    fields = {"input": "go on", "previous_response_id": name, "metadata": {"a": ""}}
+    if kind == "large":
+        fields["metadata"] = {"a": "x" * 300_000}
+    asked = site.ask(get(f"{PATH}/{name}")) if kind == "retrieve" else ask(site, fields)
+    answer = asyncio.create_task(asked)
+    await eventually(lambda: site.wire.short_waits)
+    site.wire.router.learn_remote_response(name, holder, "")
+    assert (await answer).status == 200
+    assert request_counts(site)[holder] == sum(request_counts(site).values()) == 2
+    assert not site.wire.short_waits
+
+
+async def test_unknown_owner_is_waited_for_once(start: Start) -> None:
+    site, _ = await store_response(start)
+    site.wire.router.report_stored_response = lambda *_: None
+    assert (await site.ask(get(f"{PATH}/resp_none"))).status == 200  # any worker may know it
+    client = await Client.connect(site.port)
+    await client.send(get(f"{PATH}/resp_none"))
+    await eventually(lambda: site.wire.short_waits)
+    client.writer.close()
+    await eventually(lambda: not site.wire.short_waits)
+    await site.settled()
+    assert sum(request_counts(site).values()) == 2
 
 
 @pytest.mark.parametrize("retrieve", [False, True])
