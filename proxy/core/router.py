@@ -66,7 +66,6 @@ class Router:
 
     @property
     def shares_responses(self) -> bool:
-        """True if other processes report their stored responses to this one."""
         return self.report_stored_response is not None
 
     def read(self, request: ReceivedRequest) -> RequestInfo | Refusal:
