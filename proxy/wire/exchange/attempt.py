@@ -15,6 +15,7 @@ from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
     attempts_elsewhere,
+    broken_message,
     continue_after_failure,
     expect_rest,
     is_silent,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
-BROKEN_MESSAGE = "The worker failed during the response."
 TOO_MANY_REQUESTS, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
 # Any other 5xx counts as a worker failure.
 OUTCOMES = {
@@ -72,7 +72,7 @@ NOT_SUPPORTED = frozenset([501, 505])
 class Attempt:
     __slots__ = (
         "_error_body", "_exchange", "_fast_path", "_head", "_wire", "connection", "handover",
-        "lease", "response", "timeout_s",
+        "held_since", "lease", "response", "timeout_s",
     )  # fmt: skip
 
     def __init__(self, exchange: AttemptOwner, lease: Lease) -> None:
@@ -80,6 +80,7 @@ class Attempt:
         self.timeout_s = inf
         self.lease: Lease | None = lease  # None once the attempt has failed
         self.handover: TwoLegExchange | None = None
+        self.held_since = inf  # not read while the journal catches up
         self._exchange = exchange
         self._wire = exchange.wire
         self._head: ResponseHead | None = None  # held until the first body bytes
@@ -318,7 +319,7 @@ class Attempt:
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
-        break_off(exchange, now, response, BROKEN_MESSAGE, f"worker_{error}")
+        break_off(exchange, now, response, broken_message(exchange), f"worker_{error}")
 
     def _retry_or_refuse(self, now: float, error: WorkerError) -> None:
         exchange, self.response = self._exchange, None
@@ -354,7 +355,7 @@ class Attempt:
             self.connection.pause()
 
     def resume(self, now: float) -> None:
-        if self.connection is not None:
+        if self.connection is not None and self.held_since == inf:
             self.connection.resume(now)
 
     def stop(self, now: float, outcome: Outcome) -> None:

@@ -314,7 +314,8 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
     pieces = scripts.chunk(scripts.token("a") + other)
     site.always(scripts.raw(scripts.STREAM_HEAD + pieces, end="reset"))
     site.fleet.roster.stream_tokens = lambda *_: [0]
-    await check_broken(await site.send(engines.request()))
+    why = b"No other worker can continue the stream: other_output 'logprobs'."
+    await check_broken(await site.send(engines.request()), why)
     assert site.metrics.lost_streams == {OTHER_OUTPUT: 1}
 
 
@@ -399,8 +400,8 @@ async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
 def test_a_worker_with_many_streams_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     log, record = ContinuationLog(), RequestRecord()
     for number in range(1000):
-        log.log_lost(number / 1000, record, "w0", NO_WORKER, "")
+        log.log_lost(number / 1000, record, "w0", NO_WORKER)
     assert len(caplog.messages) == MAX_LINES
-    log.log_lost(INTERVAL_S, record, "w0", NO_WORKER, "")
+    log.log_lost(INTERVAL_S, record, "w0", NO_WORKER)
     assert caplog.messages[MAX_LINES].startswith(f"{1000 - MAX_LINES} lines")
     assert len(caplog.messages) == MAX_LINES + 2
