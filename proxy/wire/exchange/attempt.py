@@ -39,6 +39,7 @@ from proxy.wire.exchange.state import PREFILLING, SENT
 from proxy.wire.exchange.targets import body_with_targets
 from proxy.wire.exchange.worker_errors import (
     MAX_ERROR_BYTES,
+    fails_at_once,
     is_too_long,
     missing_route,
     must_be_read,
@@ -136,13 +137,12 @@ class Attempt:
         if exchange.begun is not None:
             self._end_with(now, Outcome.REFUSED, exchange.last_refusal or REFUSED_TOO)
             return
-        handover, cached_tokens = self.handover, None
-        if handover is not None:
-            cached_tokens = handover.cached_tokens
-            if status >= BAD_REQUEST:  # the connector did not see it
-                handover.release_unfetched(now, healthy=True)
+        handover = self.handover
+        if handover is not None and status >= BAD_REQUEST:  # the connector did not see it
+            handover.release_unfetched(now, healthy=True)
         if must_be_read(exchange, self.lease, status):
             self._error_body = b""
+        cached_tokens = None if handover is None else handover.cached_tokens
         self.response = writer_for(exchange, head, cached_tokens)
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
@@ -185,7 +185,7 @@ class Attempt:
             self.connection = None
         if continue_after_failure(exchange, self.lease, now, response, body):
             return
-        if self.handover is not None or self._error_body is not None:
+        if self.handover or self._error_body is not None or fails_at_once(response, body):
             checked = self._check_beginning(now, response, body, ended)
             if checked is None:
                 return
@@ -242,6 +242,8 @@ class Attempt:
             if begins_with_error(first) and self._retry_held_back(now, Outcome.ERRED):
                 return None
             body = first
+        elif fails_at_once(response, body) and self._retry_held_back(now, Outcome.ERRED):
+            return None
         if self._error_body is None:
             return body
         return self._read_error(now, self._error_body + body, ended)
@@ -359,16 +361,15 @@ class Attempt:
             self.connection.resume(now)
 
     def stop(self, now: float, outcome: Outcome) -> None:
-        wire = self._wire
         connection, self.connection = self.connection, None
         if self.handover is not None:
             self.handover.stop(now, connection)
             if outcome is Outcome.CLIENT_GONE and self.lease is not None:
-                wire.metrics.count_left_handover(self.lease)
+                self._wire.metrics.count_left_handover(self.lease)
         elif connection is not None:
             connection.drop()
         if self.lease is not None:
-            wire.router.leases.finish(self.lease, now, outcome)
+            self._wire.router.leases.finish(self.lease, now, outcome)
 
 
 def outcome_of(head: ResponseHead) -> Outcome | None:
