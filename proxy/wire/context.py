@@ -67,6 +67,9 @@ class ServedExchange(Conversation, Expiring, Protocol):
     def move(self, now: float) -> str:
         """Go to another worker if one has room; return why not, or nothing."""
 
+    def release(self, now: float) -> None:
+        """Go on with a stream that was held for a move."""
+
     def condense_text(self) -> None:
         """Count the text that was sent, and forget it."""
 

@@ -78,6 +78,26 @@ def test_the_cached_tokens_are_reused() -> None:
     assert output.scheduled_new_reqs[0].prompt_token_ids == list(first.all_token_ids)
 
 
+@pytest.mark.parametrize("cached", [0, 64, 128])
+def test_the_counts_of_the_prompt_are_without_the_tokens(cached: int) -> None:
+    """The client's usage shows them."""
+    scheduler = make_scheduler(prefix_caching=True, budget=256)
+    request = continued(prompt=101, tokens=[7] * 50, output=64)
+    if cached:
+        prompt = [*(request.prompt_token_ids or ()), *[7] * 50][: cached + 1]
+        scheduler.add_request(make_request(prompt, output=1))
+        drain(scheduler)
+    scheduler.add_request(request)
+    output = scheduler.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == cached
+    outputs = scheduler.update_from_output(output, answer(scheduler, output))
+    stats = outputs[0].outputs[0].prefill_stats
+    assert stats is not None
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (101, min(cached, 96))
+    assert stats.num_computed_tokens == 101 - min(cached, 96)
+    assert getattr(stats, "num_cache_creation_tokens", 0) <= 96 - min(cached, 96)
+
+
 def test_min_tokens_counts_all_output() -> None:
     scheduler = make_scheduler()
     request = continued(min_tokens=7)

@@ -23,6 +23,7 @@ from tests.fleet.test_worker import Workers, client_of, page
 pytestmark = pytest.mark.engine("pushing")
 
 OUTPUT_TOKENS = 160
+DRAINED_TOKENS = 800  # a stream is held for 0.2 s before it moves, and must not end meanwhile
 STREAMS, DRAINED_STREAMS = 12, 6
 
 
@@ -66,8 +67,8 @@ async def streamed(
     create: Any = client.chat.completions.create if chat else client.completions.create
     text, reason, tokens, pieces = "", None, 0, 0
     async for event in await create(
-        model="tiny", max_tokens=OUTPUT_TOKENS, temperature=0, stream=True,
-        stream_options={"include_usage": True}, **fields,
+        model="tiny", temperature=0, stream=True, stream_options={"include_usage": True},
+        **{"max_tokens": OUTPUT_TOKENS, **fields},
     ):  # fmt: skip
         if event.usage is not None:
             tokens = event.usage.completion_tokens
@@ -203,6 +204,8 @@ async def test_streams_of_drained_workers_equal_whole_ones(
     before = [counted(router, name) for name in names]
     async with client_of(router) as client:
         for chat, fields in requests(rng, DRAINED_STREAMS):
+            fields["max_tokens"] = DRAINED_TOKENS
+            fields["extra_body"] = {**fields.get("extra_body", {}), "ignore_eos": True}
             whole = await streamed(client, chat, fields, drain, None)
             drain_at = rng.randrange(2, OUTPUT_TOKENS // 2)
             assert await streamed(client, chat, fields, drain, drain_at) == whole

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
@@ -31,7 +32,11 @@ MAX_REASONING_TOKENS: Final = 4096
 
 class ContinuedRequests:
     def __init__(
-        self, max_model_len: int, vocabulary: int, grammars: StructuredOutputManager
+        self,
+        max_model_len: int,
+        vocabulary: int,
+        grammars: StructuredOutputManager,
+        block_tokens: int,
     ) -> None:
         self.returned: dict[str, list[int]] = {}  # first tokens of running requests
         self.before_grammar: dict[str, list[int]] = {}  # tokens that a grammar has not seen
@@ -40,6 +45,7 @@ class ContinuedRequests:
         self._max_model_len = max_model_len
         self._vocabulary = vocabulary
         self._grammars = grammars
+        self._block_tokens = block_tokens
 
     def begin(self, request: Request) -> None:
         """Make a request's first output tokens the end of its prompt."""
@@ -119,6 +125,20 @@ class ContinuedRequests:
         if tokens := self._pending.pop(output.request_id, None):
             output.new_token_ids = tokens + output.new_token_ids
             self.returned[output.request_id] = tokens
+            self._leave_out(len(tokens), output.prefill_stats)
+
+    def _leave_out(self, tokens: int, stats: PrefillStats | None) -> None:
+        """Count the prompt without these tokens, because the client's usage shows the counts."""
+        if stats is None or stats.num_prompt_tokens < tokens:
+            return
+        prompt = stats.num_prompt_tokens - tokens
+        left = prompt // self._block_tokens * self._block_tokens
+        local = min(stats.num_local_cached_tokens, left)
+        external = min(stats.num_external_cached_tokens, left - local)
+        stats.set(prompt, local, external)
+        if hasattr(stats, "num_cache_creation_tokens"):  # not in every vLLM
+            created = stats.num_cache_creation_tokens
+            stats.num_cache_creation_tokens = min(created, left - local - external)
 
     def end(self, request: Request) -> None:
         if request.request_id in self._pending or request.request_id in self.returned:
@@ -142,7 +162,8 @@ class ContinuationMixin(UpstreamScheduler):
         super().__init__(*args, **kwargs)
         vocabulary = self.vllm_config.model_config.get_vocab_size()
         grammars = self.structured_output_manager
-        self._continued = ContinuedRequests(self.max_model_len, vocabulary, grammars)
+        block = self.cache_config.block_size
+        self._continued = ContinuedRequests(self.max_model_len, vocabulary, grammars, block)
 
     def add_request(self, request: Request) -> None:
         if self._continued is not None and request.request_id not in self.requests:

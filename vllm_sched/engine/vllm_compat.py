@@ -76,6 +76,9 @@ USED_NAMES: Mapping[str, UsedNames] = {
             "prefill_stats",
         )
     ),
+    "vllm.v1.metrics.stats.PrefillStats": UsedNames(
+        {"set": ("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens")}
+    ),
     "vllm.v1.core.kv_cache_manager.KVCacheManager": KV_CACHE_MANAGER,
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": UsedNames(
         {"find_longest_cache_hit": ("block_hashes", "max_cache_hit_length")},

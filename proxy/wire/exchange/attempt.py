@@ -15,6 +15,7 @@ from proxy.http.response_parser import OK
 from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
     attempts_elsewhere,
+    broken_message,
     continue_after_failure,
     expect_rest,
     is_silent,
@@ -38,6 +39,7 @@ from proxy.wire.exchange.state import PREFILLING, SENT
 from proxy.wire.exchange.targets import body_with_targets
 from proxy.wire.exchange.worker_errors import (
     MAX_ERROR_BYTES,
+    fails_at_once,
     is_too_long,
     missing_route,
     must_be_read,
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
-BROKEN_MESSAGE = "The worker failed during the response."
 TOO_MANY_REQUESTS, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
 # Any other 5xx counts as a worker failure.
 OUTCOMES = {
@@ -72,7 +73,7 @@ NOT_SUPPORTED = frozenset([501, 505])
 class Attempt:
     __slots__ = (
         "_error_body", "_exchange", "_fast_path", "_head", "_wire", "connection", "handover",
-        "lease", "response", "timeout_s",
+        "held_since", "lease", "response", "timeout_s",
     )  # fmt: skip
 
     def __init__(self, exchange: AttemptOwner, lease: Lease) -> None:
@@ -80,6 +81,7 @@ class Attempt:
         self.timeout_s = inf
         self.lease: Lease | None = lease  # None once the attempt has failed
         self.handover: TwoLegExchange | None = None
+        self.held_since = inf  # not read while the journal catches up
         self._exchange = exchange
         self._wire = exchange.wire
         self._head: ResponseHead | None = None  # held until the first body bytes
@@ -135,13 +137,12 @@ class Attempt:
         if exchange.begun is not None:
             self._end_with(now, Outcome.REFUSED, exchange.last_refusal or REFUSED_TOO)
             return
-        handover, cached_tokens = self.handover, None
-        if handover is not None:
-            cached_tokens = handover.cached_tokens
-            if status >= BAD_REQUEST:  # the connector did not see it
-                handover.release_unfetched(now, healthy=True)
+        handover = self.handover
+        if handover is not None and status >= BAD_REQUEST:  # the connector did not see it
+            handover.release_unfetched(now, healthy=True)
         if must_be_read(exchange, self.lease, status):
             self._error_body = b""
+        cached_tokens = None if handover is None else handover.cached_tokens
         self.response = writer_for(exchange, head, cached_tokens)
 
     def _retry_after_error(self, now: float, head: ResponseHead) -> bool:
@@ -184,7 +185,7 @@ class Attempt:
             self.connection = None
         if continue_after_failure(exchange, self.lease, now, response, body):
             return
-        if self.handover is not None or self._error_body is not None:
+        if self.handover or self._error_body is not None or fails_at_once(response, body):
             checked = self._check_beginning(now, response, body, ended)
             if checked is None:
                 return
@@ -241,6 +242,8 @@ class Attempt:
             if begins_with_error(first) and self._retry_held_back(now, Outcome.ERRED):
                 return None
             body = first
+        elif fails_at_once(response, body) and self._retry_held_back(now, Outcome.ERRED):
+            return None
         if self._error_body is None:
             return body
         return self._read_error(now, self._error_body + body, ended)
@@ -318,7 +321,7 @@ class Attempt:
             return
         if self.lease is not None:
             wire.router.leases.finish(self.lease, now, Outcome.FAILED, why=error.value)
-        break_off(exchange, now, response, BROKEN_MESSAGE, f"worker_{error}")
+        break_off(exchange, now, response, broken_message(exchange), f"worker_{error}")
 
     def _retry_or_refuse(self, now: float, error: WorkerError) -> None:
         exchange, self.response = self._exchange, None
@@ -354,20 +357,19 @@ class Attempt:
             self.connection.pause()
 
     def resume(self, now: float) -> None:
-        if self.connection is not None:
+        if self.connection is not None and self.held_since == inf:
             self.connection.resume(now)
 
     def stop(self, now: float, outcome: Outcome) -> None:
-        wire = self._wire
         connection, self.connection = self.connection, None
         if self.handover is not None:
             self.handover.stop(now, connection)
             if outcome is Outcome.CLIENT_GONE and self.lease is not None:
-                wire.metrics.count_left_handover(self.lease)
+                self._wire.metrics.count_left_handover(self.lease)
         elif connection is not None:
             connection.drop()
         if self.lease is not None:
-            wire.router.leases.finish(self.lease, now, outcome)
+            self._wire.router.leases.finish(self.lease, now, outcome)
 
 
 def outcome_of(head: ResponseHead) -> Outcome | None:

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 # After this time without a token, a stream leaves a worker that is down.
 SILENT_S = 10.0
 MAX_REPEATED_TOKENS = 1024  # that are generated again
+MAX_DETAIL_CHARS = 100  # clients choose fields
 RECOVERED_S = 2.0  # on a worker, until a stream has all its attempts again
+BROKEN_MESSAGE = "The worker failed during the response."
 DIFFERENT = no_worker_left("another worker's response differs from what was sent")
 REFUSED_TOO = no_worker_left("another worker refused it")
 
@@ -77,6 +79,9 @@ class Obstacle:
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason  # as in metrics
         self.detail = detail  # the field of the request, or the other output
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.detail[:MAX_DETAIL_CHARS]!r}" if self.detail else self.reason
 
 
 Output: TypeAlias = Sequence[int] | TextSoFar
@@ -200,10 +205,16 @@ def needs_journal(output: Output) -> bool:
 def not_continued(exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
     """Count and log a stream that ends because its worker failed."""
     exchange.failed_worker = ""
+    exchange.why_not_continued = str(obstacle)
     exchange.wire.metrics.count_lost_stream(obstacle.reason)
-    exchange.wire.continuations.log_lost(
-        now, exchange.record, worker, obstacle.reason, obstacle.detail
-    )
+    exchange.wire.continuations.log_lost(now, exchange.record, worker, str(obstacle))
+
+
+def broken_message(exchange: AttemptOwner) -> str:
+    """Return the error of a stream that its worker did not complete."""
+    if why := exchange.why_not_continued:
+        return f"{BROKEN_MESSAGE} No other worker can continue the stream: {why}."
+    return BROKEN_MESSAGE
 
 
 def move_stream(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LINES, INTERVAL_S = 100, 10.0
-MAX_NAME_CHARS = 100  # clients choose ids and fields
+MAX_NAME_CHARS = 100  # clients choose ids
 
 
 class ContinuationLog:
@@ -35,11 +35,8 @@ class ContinuationLog:
                 "%s: the stream of worker %s continues on %s%s", _name(record), before, after, how
             )
 
-    def log_lost(
-        self, now: float, record: RequestRecord, worker: str, reason: str, field: str
-    ) -> None:
+    def log_lost(self, now: float, record: RequestRecord, worker: str, why: str) -> None:
         if self._may_log(now):
-            why = f"{reason} {field[:MAX_NAME_CHARS]!r}" if field else reason
             logger.warning(
                 "%s: the stream of worker %s is not continued: %s", _name(record), worker, why
             )

@@ -22,7 +22,7 @@ from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import PromptFields
 from proxy.core.model.types import Outcome, Reason, Refusal
 from proxy.core.queue.ticket import Ticket
-from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER
+from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER, WAITS
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
 from proxy.core.request.response_owners import OWNER_WAIT_S, OwnerWait
@@ -30,7 +30,7 @@ from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.continuation import Obstacle, not_continued
-from proxy.wire.exchange.moves import move
+from proxy.wire.exchange.moves import SETTLE_S, move
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
@@ -241,7 +241,20 @@ class Exchange(AttemptOwner):
             return ENDS
         if attempt.handover is not None:
             return HANDOVER
-        return move(self, now, attempt.lease, attempt.response)
+        settled = now - attempt.held_since >= SETTLE_S
+        why = move(self, now, attempt.lease, attempt.response, settled=settled)
+        if why == WAITS:
+            attempt.held_since = min(attempt.held_since, now)
+            attempt.pause()
+        elif why:
+            self.release(now)
+        return why
+
+    def release(self, now: float) -> None:
+        if self._attempt is not None and self._attempt.held_since != inf:
+            self._attempt.held_since = inf
+            if self.client.writable:
+                self._attempt.resume(now)
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         if self._attempt is not None:

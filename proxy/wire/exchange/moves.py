@@ -24,6 +24,7 @@ from proxy.core.request.continuable import (
     PINNED,
     WAITS,
 )
+from proxy.core.request.continued_text import TextSoFar
 from proxy.wire.exchange.continuation import (
     Obstacle,
     continued,
@@ -45,11 +46,23 @@ logger = logging.getLogger(__name__)
 
 MovedRequests: TypeAlias = "tuple[int, Mapping[str, int]]"  # and the remaining, by reason
 MAX_MOVES_PER_SWEEP = 32
+# A busy engine's journal is later than its response: 40 ms were measured.
+SETTLE_S = 0.15
 MOVE_S = 3.0  # less than a process has for an answer
 
 
-def move(exchange: AttemptOwner, now: float, lease: Lease, response: ResponseWriter | None) -> str:
-    """Send a request to another worker if one has room; return why not, or nothing."""
+def move(
+    exchange: AttemptOwner,
+    now: float,
+    lease: Lease,
+    response: ResponseWriter | None,
+    *,
+    settled: bool,
+) -> str:
+    """Send a request to another worker if one has room; return why not, or nothing.
+
+    `settled`: the journal has all tokens that the client has.
+    """
     if exchange.last_refusal is not None or (response is not None and response.is_complete):
         return ENDS
     if lease.info.pinned:
@@ -69,6 +82,8 @@ def move(exchange: AttemptOwner, now: float, lease: Lease, response: ResponseWri
             info, now, continued(exchange, attempts, needs_journal=needs_journal(output))
         ):
             return NO_WORKER
+        if not isinstance(output, TextSoFar) and not settled:
+            return WAITS
         prepare(exchange, lease, response, output)
     refusal = exchange.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
     if refusal is not None:  # in this moment another process has filled the worker
@@ -85,20 +100,29 @@ class WorkerMoves:
         self.ended = asyncio.Event()
         self._why = {each: WAITS for each in exchanges if each.uses(worker)}
         self._waiting = deque(self._why)
+        self._held: list[ServedExchange] = []  # until the journal has their last tokens
 
     def step(self, now: float) -> None:
-        waiting = self._waiting
-        for _ in range(min(MAX_MOVES_PER_SWEEP, len(waiting))):
-            exchange = waiting.popleft()
+        held, self._held = self._held, []
+        next_ones = min(MAX_MOVES_PER_SWEEP, len(self._waiting))
+        for exchange in (*held, *(self._waiting.popleft() for _ in range(next_ones))):
             if not exchange.uses(self.worker):
                 continue
             why = self._why[exchange] = exchange.move(now)
             if not why:
                 self.moved += 1
+            elif why == WAITS:
+                self._held.append(exchange)
             elif why not in LASTING:
-                waiting.append(exchange)
-        if not waiting:
+                self._waiting.append(exchange)
+        if not (self._waiting or self._held):
             self.ended.set()
+
+    def stop(self, now: float) -> None:
+        """Let the requests that have not moved go on."""
+        for exchange in self._held:
+            exchange.release(now)
+        self.ended.set()
 
     def remaining(self) -> dict[str, int]:
         """Return how many requests the worker still has, by reason."""
@@ -123,8 +147,11 @@ class Moves:
             return 0, {}
         if not worker.draining:  # the message of the leading process comes later
             self._roster.drain(name)
+        now = self._clock()
+        if (earlier := self._of.get(worker)) is not None:
+            earlier.stop(now)
         moves = self._of[worker] = WorkerMoves(worker, self._exchanges)
-        self.step(self._clock())
+        self.step(now)
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await moves.ended.wait()
@@ -135,7 +162,7 @@ class Moves:
             if worker.draining:
                 moves.step(now)
             else:
-                moves.ended.set()
+                moves.stop(now)
             if moves.ended.is_set():
                 del self._of[worker]
                 left = ", ".join(f"{why} {n}" for why, n in moves.remaining().items())

@@ -38,6 +38,7 @@ class AttemptOwner:
         self.begun: ResponseWriter | None = None  # before it failed
         self.rest: RestOfText | None = None  # while another worker repeats it
         self.failed_worker = ""  # until the stream goes on
+        self.why_not_continued = ""
         self.whole_body = b""  # without the output of another worker
         self.text_so_far: TextSoFar | None = None  # from which another worker goes on
         # A failed hand-over; its link is counted as failed if the next attempt succeeds.

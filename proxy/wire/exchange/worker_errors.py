@@ -6,11 +6,14 @@ import re
 from typing import TYPE_CHECKING
 
 from proxy.core.model import refusals
+from proxy.http.response_parser import OK
+from proxy.wire.handover.first_token import begins_with_error
 
 if TYPE_CHECKING:
     from proxy.core.fleet.leases import Lease
     from proxy.core.model.types import Refusal
     from proxy.wire.exchange.owner import AttemptOwner
+    from proxy.wire.exchange.response_writer import ResponseWriter
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 MAX_ERROR_BYTES = 1 << 16  # that are read
@@ -18,6 +21,9 @@ MAX_ERROR_BYTES = 1 << 16  # that are read
 TOO_LONG = re.compile(rb"maximum (?:context|model) length")
 # vLLM's whole response to a path that its model does not have, such as embeddings.
 MISSING_ROUTE = re.compile(rb'\s*\{\s*"detail"\s*:\s*"Not Found"\s*\}\s*')
+
+# In an error event: on another worker the request would fail again.
+REQUEST_AT_FAULT = re.compile(rb'"code" ?: ?4\d\d\b')
 
 
 def must_be_read(exchange: AttemptOwner, lease: Lease | None, status: int) -> bool:
@@ -31,6 +37,13 @@ def refuses_our_key(exchange: AttemptOwner, lease: Lease | None, status: int) ->
     if status != UNAUTHORIZED or lease is None:
         return False
     return exchange.request.head.tenant is not None or lease.worker.spec.api_key is not None
+
+
+def fails_at_once(response: ResponseWriter, body: bytes) -> bool:
+    """Return True if a stream's first bytes report a failure of the engine."""
+    if response.has_begun or response.status != OK or not begins_with_error(body):
+        return False
+    return REQUEST_AT_FAULT.search(body) is None
 
 
 def is_too_long(error_body: bytes) -> bool:

@@ -19,6 +19,7 @@ from tests.proxy.http import agent_streams
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.exchange.engines import (
+    ROLE,
     THREE,
     TOKENS,
     WORDS,
@@ -137,6 +138,36 @@ async def test_an_engine_that_fails_under_a_living_server(
     assert len(engines.asked) == 2
     # The first worker's: the other one has served the request.
     assert sum(not worker.breaker.has_no_failures for worker in site.fleet.roster) == 1
+
+
+ROLE_EVENT = scripts.event({"choices": [{"index": 0, "delta": ROLE}]})
+
+
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize(
+    ("route", "first"),
+    [("completion", ENGINE_DIED), ("chat", ENGINE_DIED), ("chat", ROLE_EVENT + ENGINE_DIED)],
+    ids=["completion", "chat", "chat with its role"],
+)
+async def test_an_engine_that_fails_before_the_first_event(
+    start: Start, route: str, first: bytes, journal: bool
+) -> None:
+    site, engines = await journaled(start, engines=Engines(route=route))
+    for worker in site.fleet.roster:
+        worker.reports_prefixes = journal
+    report = scripts.chunk(first) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
+    in_turn(site, scripts.raw(scripts.STREAM_HEAD + report), engines.serve())
+    engines.check(await site.ask(engines.request()))
+    assert sum(site.metrics.retries.values()) == 1
+
+
+async def test_a_request_at_fault_is_sent_once(start: Start) -> None:
+    site, engines = await journaled(start, engines=Engines(route="completion"))
+    error = scripts.event({"error": {"message": "no such grammar", "code": 400}})
+    report = scripts.chunk(error) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
+    in_turn(site, scripts.raw(scripts.STREAM_HEAD + report), engines.serve())
+    assert b"no such grammar" in (await site.ask(engines.request())).body
+    assert site.metrics.retries == {}
 
 
 @pytest.mark.parametrize(("kind", "report"), [REPORTS[2], REPORTS[4]], ids=["chat", "message"])
@@ -314,7 +345,8 @@ async def test_other_output_than_text_is_not_continued(start: Start) -> None:
     pieces = scripts.chunk(scripts.token("a") + other)
     site.always(scripts.raw(scripts.STREAM_HEAD + pieces, end="reset"))
     site.fleet.roster.stream_tokens = lambda *_: [0]
-    await check_broken(await site.send(engines.request()))
+    why = b"No other worker can continue the stream: other_output 'logprobs'."
+    await check_broken(await site.send(engines.request()), why)
     assert site.metrics.lost_streams == {OTHER_OUTPUT: 1}
 
 
@@ -399,8 +431,8 @@ async def test_streams_of_one_client_id_are_not_mixed_up(start: Start) -> None:
 def test_a_worker_with_many_streams_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     log, record = ContinuationLog(), RequestRecord()
     for number in range(1000):
-        log.log_lost(number / 1000, record, "w0", NO_WORKER, "")
+        log.log_lost(number / 1000, record, "w0", NO_WORKER)
     assert len(caplog.messages) == MAX_LINES
-    log.log_lost(INTERVAL_S, record, "w0", NO_WORKER, "")
+    log.log_lost(INTERVAL_S, record, "w0", NO_WORKER)
     assert caplog.messages[MAX_LINES].startswith(f"{1000 - MAX_LINES} lines")
     assert len(caplog.messages) == MAX_LINES + 2

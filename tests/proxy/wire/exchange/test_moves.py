@@ -137,9 +137,12 @@ async def test_a_sweep_moves_a_few(start: Start, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(moves, "MAX_MOVES_PER_SWEEP", 2)
     streams = await paced(start)
     await streams.begin(9, only_first=True)
-    streams.site.wire.ticks.stop()  # a busy machine would sweep again meanwhile
-    assert await drain(streams.site, "w0", 0.0) == (2, {WAITS: 7})
-    streams.site.wire.ticks.start()
+    wire = streams.site.wire
+    wire.ticks.stop()  # a busy machine would sweep again meanwhile
+    assert await drain(streams.site, "w0", 0.0) == (0, {WAITS: 9})
+    wire.moves.step(wire.clock() + 1)
+    assert streams.site.worker("w1").requests == 2
+    wire.ticks.start()
     await eventually(lambda: streams.site.worker("w1").requests == 9)
     await streams.end()
 
@@ -151,9 +154,32 @@ async def test_a_worker_that_is_used_again_keeps_its_streams(
     streams = await paced(start)
     site = streams.site
     await streams.begin(5, only_first=True)
+    site.wire.ticks.stop()
     await drain(site, "w0", 0.0)
+    site.wire.moves.step(site.wire.clock() + 1)  # moves a stream, and holds the next one
     site.fleet.roster.drain("w0", draining=False)
+    site.wire.ticks.start()
     await site.swept()
     await site.swept()
     assert site.worker("w0").requests == 4
+    await streams.end()
+
+
+async def test_a_sampled_stream_moves_with_the_last_tokens_of_a_late_journal(start: Start) -> None:
+    """Another worker would sample other ones, and the stream would end with an error."""
+    streams = await paced(start)
+    site, engines = streams.site, streams.engines
+    await streams.begin(3, only_first=True, temperature=0.8)
+    published = {key: [*tokens] for key, tokens in engines.published.items()}
+    for tokens in engines.published.values():
+        del tokens[2:]
+    site.wire.ticks.stop()
+    moving = asyncio.create_task(drain(site, "w0"))
+    await eventually(lambda: bool(site.worker("w0").draining))
+    engines.published.update(published)
+    site.wire.ticks.start()
+    assert await moving == (3, {})
+    await eventually(lambda: len(engines.asked) == 6)
+    so_far = [each["vllm_xargs"]["output_so_far"] for each in engines.asked[3:]]
+    assert so_far == [[0, 1, 2, 3]] * 3
     await streams.end()
