@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from proxy.core.fleet.worker import Worker
 from proxy.core.learned.latency import PrefillWork
@@ -131,13 +131,16 @@ class CacheWait:
     placed: int  # by other processes, until then
 
 
-class Charge(NamedTuple):
+class Charge:
     """The expected use of a worker by a request."""
 
-    worker: Worker
-    prefill_tokens: int
-    decode_tokens: int
-    kv_tokens: int
+    def __init__(
+        self, worker: Worker, prefill_tokens: int, decode_tokens: int, kv_tokens: int
+    ) -> None:
+        self.worker = worker
+        self.prefill_tokens = prefill_tokens
+        self.decode_tokens = decode_tokens
+        self.kv_tokens = kv_tokens
 
 
 class Lease:

@@ -97,16 +97,12 @@ class Buckets:
             if place.model == model and place.size != FOR_CACHE
         )
 
-    def in_order(self) -> Iterator[tuple[tuple[Place, Rank], Bucket]]:
+    def in_order(self) -> list[tuple[tuple[Place, Rank], Bucket]]:
         """Sort the FIFOs; return the buckets of requests that any free slot may serve."""
         for tenant in self._watch.pop_all():
             for fifo in self._by_tenant.get(tenant, ()):
                 self._sort(fifo)
-        return (
-            ((place, rank), bucket)
-            for (place, rank), bucket in self._buckets.items()
-            if place.size != FOR_CACHE
-        )
+        return [(at, bucket) for at, bucket in self._buckets.items() if at[0].size != FOR_CACHE]
 
     def has_waiting(self, tenant: Tenant, rank: Rank) -> bool:
         return any(fifo.rank is rank for fifo in self._by_tenant.get(tenant, ()))

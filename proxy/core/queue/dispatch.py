@@ -75,7 +75,7 @@ class DispatchRound:
 
     def next(self) -> tuple[Ticket, Placement] | None:
         """Return the next request and its result; None ends the round."""
-        buckets, others = list(self._buckets.in_order()), self._remote_queues
+        buckets, others = self._buckets.in_order(), self._remote_queues
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
         for ((model, _), rank), bucket in buckets:
             known = oldest.setdefault(model, {})
@@ -88,7 +88,7 @@ class DispatchRound:
         aged = {model: self._aged_classes(model, known) for model, known in oldest.items()}
         turns: dict[tuple[AgeOrder, Rank], list[Iterator[Entry]]] = {}
         for (place, rank), bucket in buckets:
-            model = place[0]
+            model = place.model
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
             at = aged[model].get(rank, IN_ORDER), rank
@@ -96,7 +96,7 @@ class DispatchRound:
         self._held_places.clear()
         for order, rank in sorted(turns):
             for *_, fifo in merge(*turns[order, rank]):
-                placed = self._dispatch_from(fifo, order, aged[fifo.place[0]])
+                placed = self._dispatch_from(fifo, order, aged[fifo.place.model])
                 if placed is not None:
                     return placed
         return None

@@ -40,11 +40,10 @@ class Evictions:
         self._used: dict[Tenant | None, Amounts] = {}
 
     def add(self, info: RequestInfo) -> None:
-        used = self._used.get(info.tenant, NO_AMOUNTS)
-        self._used[info.tenant] = add_amounts(used, amounts_of(info))
+        self._used[info.tenant] = _with_request(self._used.get(info.tenant, NO_AMOUNTS), info)
 
     def remove(self, info: RequestInfo) -> None:
-        left = add_amounts(self._used[info.tenant], amounts_of(info), -1)
+        left = _with_request(self._used[info.tenant], info, -1)
         if left.requests:
             self._used[info.tenant] = left
         else:
@@ -58,7 +57,7 @@ class Evictions:
         `excess` includes the request.
         """
         used = dict(self._used)
-        own_used = add_amounts(used.get(info.tenant, NO_AMOUNTS), amounts_of(info))
+        own_used = _with_request(used.get(info.tenant, NO_AMOUNTS), info)
         own_share = _share(own_used, limits, info.tenant)
         fifos = [fifo for fifo in fifos if fifo.place.size != APART and _may_yield(fifo, info)]
         return _choose_last(
@@ -106,9 +105,17 @@ def _choose_last(
         left[fifo.key] -= 1
         ticket = tickets[fifo.key][left[fifo.key]]
         evicted.append(ticket)
-        used[fifo.tenant] = add_amounts(used[fifo.tenant], amounts_of(ticket.info), -1)
-        excess = add_amounts(excess, amounts_of(ticket.info), -1)
+        used[fifo.tenant] = _with_request(used[fifo.tenant], ticket.info, -1)
+        excess = _with_request(excess, ticket.info, -1)
     return evicted if partly or max(excess) <= 0 else []
+
+
+def _with_request(amounts: Amounts, info: RequestInfo, sign: int = 1) -> Amounts:
+    return Amounts(
+        amounts.requests + sign,
+        amounts.bytes + sign * info.body_bytes,
+        amounts.tokens + sign * info.prompt_tokens,
+    )
 
 
 def _may_yield(fifo: RequestFifo, info: RequestInfo) -> bool:
