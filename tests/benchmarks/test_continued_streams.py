@@ -13,7 +13,7 @@ from benchmarks import continued_streams
 async def test_all_streams_are_whole(monkeypatch: pytest.MonkeyPatch, drain: bool) -> None:
     monkeypatch.setattr(continued_streams, "GAP_S", 0.02)
     arguments = Namespace(
-        streams=12, workers=4, seconds=1.5, every=0.3, words=10, attempts=10, seed=0, drain=drain
+        streams=12, workers=4, seconds=1.5, every=0.3, words=40, attempts=10, seed=0, drain=drain
     )
     result = await continued_streams.run(arguments)
     assert result["drains" if drain else "kills"] >= 2
