@@ -4,10 +4,11 @@
     python -m benchmarks.replicas quality [--routers 1 2 4]
     python -m benchmarks.replicas latency
 
-`cost`: processor time per request. `quality`: how far shares of two equal tenants differ, by how
-much a tenant exceeds its limit, how many requests too many a worker has, and the first tokens of
-short requests beside long ones. `latency`: the time until the server has decided a request of a
-tenant near its limit. Everything runs on this machine.
+`cost`: processor time per request of one router, beside others that get as many requests.
+`quality`: how far shares of two equal tenants differ, by how much a tenant exceeds its limit, how
+many requests too many a worker has, and the first tokens of short requests beside long ones.
+`latency`: the time until the server has decided a request of a tenant near its limit. Everything
+runs on this machine.
 """
 
 from __future__ import annotations
