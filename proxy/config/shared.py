@@ -41,10 +41,11 @@ def database_of(url: str) -> int:
     """Return the number of the database that a URL names; raise `ValueError` without a number."""
     parts = urlsplit(url)
     path = "" if parts.scheme == "unix" else parts.path.removeprefix("/")
-    for word in (path, *parse_qs(parts.query, keep_blank_values=True).get(DATABASE, ())):
+    named = parse_qs(parts.query).get(DATABASE, [])  # before the path's, as redis-py reads them
+    for word in (path, *named):
         if word and not (word.isascii() and word.isdigit()):
             raise ValueError(f"{word[:20]!r} is no number of a database; write it as {EXAMPLE}")
-    return int(parse_qs(parts.query).get(DATABASE, [path])[0] or 0)
+    return int((*named, path)[0] or 0)
 
 
 class SharedConfig(Block):

@@ -11,6 +11,8 @@ from proxy.errors import ConfigError, Problem
 from proxy.text_files import UnreadableFileError, read_bytes, read_text
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from proxy.config import PartialConfig, RouterConfig
 
 T = TypeVar("T")
@@ -76,20 +78,17 @@ def journal_key(router: RouterConfig) -> bytes | Problem | None:
 
 def redis_password(router: RouterConfig) -> str | Problem | None:
     """Return the password of the Redis server that replicas share."""
-    where = "router.shared.password_file"
-    if router.shared is None or (file := router.shared.password_file) is None:
-        return None
-    try:
-        password = read_text(file).strip()
-    except UnreadableFileError as error:
-        return Problem(where, f"{str(file)!r}: {error}")
-    return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")
+    file = None if router.shared is None else router.shared.password_file
+    return _password("router.shared.password_file", file)
 
 
 def database_password(router: RouterConfig) -> str | Problem | None:
     """Return the password of the database of batches, which is read again at each connection."""
-    where = "router.batches.database_password_file"
-    if (file := router.batches.database_password_file) is None:
+    return _password("router.batches.database_password_file", router.batches.database_password_file)
+
+
+def _password(where: str, file: Path | None) -> str | Problem | None:
+    if file is None:
         return None
     try:
         password = read_text(file).strip()

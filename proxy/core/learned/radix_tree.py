@@ -31,9 +31,8 @@ class RadixNode:
 class RadixTree:
     def __init__(self, max_hashes: int = MAX_HASHES, max_nodes: int = MAX_NODES) -> None:
         self._max_hashes, self._max_nodes = max_hashes, max_nodes
-        self._root = RadixNode(
-            above=None, hashes=array("Q"), workers=0
-        )  # also the end of the list by age
+        # Also the end of the list by age.
+        self._root = RadixNode(above=None, hashes=array("Q"), workers=0)
         self._gone = 0  # stale bits of removed workers
         self.hashes = self.nodes = 0
 
