@@ -214,7 +214,7 @@ def test_abort_of_the_last_request_is_written(registry: CollectorRegistry) -> No
     assert values(registry, "requests_running")["long_prompt", "long"] == 0
     assert values(registry, "prefill_backlog_tokens")["long",] == 0
     assert values(registry, "steps_total")["empty",] == 1
-    assert values(registry, "step_tokens_total") == {("prefill",): 64}
+    assert values(registry, "step_tokens_total") == {("prefill",): 64, ("decode",): 0}
 
 
 def test_scheduler_without_policies_has_metrics(registry: CollectorRegistry) -> None:

@@ -210,6 +210,12 @@ class Metrics:
         self._increments: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         self._policy_totals: dict[tuple[str, str], float] = {}
         self._written_at = float("-inf")
+        # A page fails if prometheus_client makes one of its files meanwhile, with the first value
+        # of a type. So counters and histograms have values before the server serves, as facts do.
+        for kind in ("prefill", "decode"):
+            self._child("step_tokens", (kind,))
+        for kind in ("prefill", "decode", "mixed"):
+            self._child("step_seconds", (kind,))
 
     def set_fact(self, name: str, value: float, *labels: str) -> None:
         self._add_gauge(name, *FACTS[name])
