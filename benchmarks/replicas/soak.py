@@ -187,7 +187,7 @@ class ReplicaSoak:
     async def start(self) -> HAProxy:
         await self.workers.start()
         more = (
-            f"  shared: {{url: '{self.redis.url}'}}\n"
+            f"  shared: {{url: '{self.redis.url}', replicas: {ROUTERS}}}\n"
             f"  batches: {{database: '{self.postgres.new_database()}', concurrency: 2}}\n"
         )
         for number in range(ROUTERS):
