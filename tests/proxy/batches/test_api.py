@@ -243,7 +243,11 @@ async def test_loop_that_deletes_while_it_lists_does_not_end_early(
     files = (await open_harness()).client.files
     for _ in range(4):
         await files.create(file=("in", b"{}"), purpose="batch")
-    with pytest.raises(BadRequestError, match="list again"):
+
+    async def delete_all() -> None:
         async for file in files.list(limit=2):
             await files.delete(file.id)
+
+    with pytest.raises(BadRequestError, match="list again"):
+        await delete_all()
     assert len((await files.list()).data) == 2
