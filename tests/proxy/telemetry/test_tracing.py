@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,6 +189,19 @@ def test_queue_span_is_the_time_in_the_queue(
     assert "router completions" in spans
     start, end = spans["queue"]
     assert end - start == queue_s * 1e9
+
+
+def test_leg_begins_within_its_request_when_the_export_is_late() -> None:
+    record = RequestRecord()
+    record.request = Request(RequestHead(), b"")
+    trace = record.request.trace = Trace.begin(None, sample=True)
+    record.started = time.monotonic()
+    trace.leg("w", "short")
+    now = time.monotonic()
+    time.sleep(0.05)
+    found = [*tracing.spans_of(record, trace, now, "completions", Reason.ONLY_CHOICE)]
+    request, serve = (span for span in found if span.name != "queue")
+    assert request.start_ns - 10**6 < serve.start_ns <= serve.end_ns <= request.end_ns
 
 
 def test_missing_extra_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
