@@ -131,7 +131,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         """
         refuse_conflicts(worker, list(state.router.fleet.roster), state.config)
         state.add_worker(worker)
-        logger.info("worker %s is added by the admin API", worker.name)
+        logger.info("worker %s is added by the admin API, until a reload or restart", worker.name)
         return shown_worker(find(worker.name), clock())
 
     @api.post("/{name}/drain", summary="Drain a worker: no new requests; requests in flight finish")

@@ -261,6 +261,14 @@ class BatchApiRequest:
             return orjson.dumps(await create())
         store = self._api.store
         page, purpose = request_parsing.parse_page(self._request, of_files=noun == "files")
+        if page.after is not None:
+            find = Store.file if noun == "files" else Store.batch
+            if await store(find, self._tenant, page.after) is None:
+                message = (
+                    f"{page.after[:200]!r}: 'after' must be an object of the list. If it was "
+                    "deleted, list again without 'after'."
+                )
+                raise RefusedRequestError(400, message, "after")
         if noun == "files":
             files = await store(Store.files, self._tenant, page, purpose)
             return list_json([file_json(item) for item in files], page.limit)

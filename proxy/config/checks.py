@@ -230,6 +230,16 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
         )
 
 
+def check_drain(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that requests have time to finish after the notice of a drain."""
+    if (router := draft.router) is None:
+        return
+    notice_s, drain_s = router.drain_notice_s, router.drain_s
+    if notice_s and notice_s >= drain_s and draft.has_valid(("router",), "drain_s"):
+        why = f"is part of drain_s, {drain_s:g}, and leaves requests no time to finish; give less"
+        yield Problem("router.drain_notice_s", f"{notice_s:g}: {why}")
+
+
 def check_shared(draft: PartialConfig) -> Iterator[Problem]:
     """Check that the settings of the Redis server fit its URL."""
     if draft.router is None or (shared := draft.router.shared) is None:
@@ -330,6 +340,7 @@ CHECKS: tuple[Check, ...] = (
     check_short_limit,
     check_pools,
     check_sizes,
+    check_drain,
     check_shared,
     check_roles,
     check_threshold,

@@ -13,6 +13,7 @@ from prometheus_client import ProcessCollector
 
 from proxy.core.fleet.breaker import BUSY, Breaker
 from proxy.core.fleet.ejection import key_of
+from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
@@ -157,16 +158,19 @@ def worker_gauge(name: str, text: str) -> Family:
     return gauge(f"proxy_worker_{name}", text, WORKER)
 
 
-INFLIGHT = worker_gauge("inflight_requests", "Requests charged to the worker.")
+INFLIGHT = worker_gauge("inflight_requests", "Requests that this router charged to the worker.")
 PREFILL = worker_gauge(
-    "prefill_tokens", "Prompt tokens charged to the worker that are not yet prefilled."
+    "prefill_tokens",
+    "Prompt tokens that this router charged to the worker and that are not yet prefilled.",
 )
 DECODE = worker_gauge(
-    "decode_tokens", "Output tokens charged to the worker that are not yet generated."
+    "decode_tokens",
+    "Output tokens that this router charged to the worker and that are not yet generated.",
 )
-KV = worker_gauge("kv_tokens", "KV cache tokens that the requests charged to the worker may use.")
+KV = worker_gauge("kv_tokens", "KV cache tokens that this router's requests on the worker may use.")
 PINNED = worker_gauge(
-    "held_prompts", "Prefilled prompts whose KV blocks decode workers have not yet fetched."
+    "held_prompts",
+    "This router's prefilled prompts whose KV blocks decode workers have not yet fetched.",
 )
 KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
 SLOTS = worker_gauge(
@@ -319,11 +323,12 @@ def _handovers(page: MetricsPage, metrics: Metrics) -> None:
 
 def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     rows = [((worker.name, worker.role.value, worker.model), worker) for worker in workers]
-    page.values(INFLIGHT, ((labels, w.requests) for labels, w in rows))
-    page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
-    page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
-    page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
-    page.values(PINNED, ((labels, w.unfetched_handovers) for labels, w in rows))
+    charges = [(labels, own(worker)) for labels, worker in rows]
+    page.values(INFLIGHT, ((labels, load.requests) for labels, load in charges))
+    page.values(PREFILL, ((labels, load.prefill_tokens) for labels, load in charges))
+    page.values(DECODE, ((labels, load.decode_tokens) for labels, load in charges))
+    page.values(KV, ((labels, load.kv_tokens) for labels, load in charges))
+    page.values(PINNED, ((labels, load.unfetched_handovers) for labels, load in charges))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     now = time.monotonic()
     page.values(SLOTS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))

@@ -23,7 +23,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router
 from proxy.discovery.discovery import Discovery
-from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.errors import ConfigError, Problem, ProxyError, short_list
 from proxy.health.balance import Balance
 from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
@@ -271,10 +271,12 @@ class App:
         if self.source is None:
             raise ProxyError("the router was not started from a file; there is nothing to reload")
         async with self._reloading:
+            before = {worker.name for worker in self.fleet.roster}
             changed = self.apply_config(await asyncio.to_thread(self._reread_config, self.source))
             if self.siblings is not None:
                 self.siblings.reloaded(self.config, self._keys)
-        logger.info("reloaded %s: %d workers", self.source, len(self.fleet.roster))
+            after = {worker.name for worker in self.fleet.roster}
+        logger.info("reloaded %s: %s", self.source, _workers_now(before, after))
         if changed:
             logger.warning("%s: the change needs a restart", ", ".join(changed))
         return changed
@@ -366,6 +368,14 @@ class App:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.logs.close()
+
+
+def _workers_now(before: set[str], after: set[str]) -> str:
+    text = f"{len(after)} workers"
+    for change, names in (("added", after - before), ("removed", before - after)):
+        if names:
+            text += f"; {change}: {short_list(sorted(names))}"
+    return text
 
 
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:

@@ -67,6 +67,16 @@ def signals_as_interrupt() -> Iterator[None]:
 
 
 @contextmanager
+def hangup_waits() -> Iterator[None]:
+    """Keep a SIGHUP until the router has a handler for it: a reload during the start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C came; a second Ctrl-C ends the command.
 

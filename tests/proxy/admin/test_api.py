@@ -234,7 +234,7 @@ async def test_changes_of_workers_are_logged_once(
         "worker s0 is drained by the admin API, and gets no new requests",
         "worker s0 is not drained any more",
         "worker s0 is removed by the admin API, until a reload or restart",
-        "worker g0 is added by the admin API",
+        "worker g0 is added by the admin API, until a reload or restart",
     ]
 
 
