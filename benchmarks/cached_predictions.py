@@ -240,12 +240,12 @@ def main() -> None:
         layout.add_column(heading, justify="right" if layout.columns else "left")
     for block in map(int, given.blocks.split(",")):
         found = play(traffic, block)
-        found["all"] = [each for some in found.values() for each in some]
-        for kind, each in found.items():
-            errors = [abs(predicted - cached) for predicted, cached in each]
+        found["all"] = [pair for some in found.values() for pair in some]
+        for kind, pairs in found.items():
+            errors = [abs(predicted - cached) for predicted, cached in pairs]
             layout.add_row(
-                f"{block} {kind}", str(len(each)), str(sum(cached > 0 for _, cached in each)),
-                f"{sum(error <= block for error in errors) / len(each):.1%}",
+                f"{block} {kind}", str(len(pairs)), str(sum(cached > 0 for _, cached in pairs)),
+                f"{sum(error <= block for error in errors) / len(pairs):.1%}",
                 f"{sum(errors) / len(errors):.0f}", str(max(errors)),
             )  # fmt: skip
     Console().print(layout)

@@ -173,14 +173,14 @@ async def run(folder: Path, load: str, rounds: int) -> list[measure.Sample]:
             await stack.enter_async_context(worker)
             sides = []
             for name in (PLAIN, OFF, ON):
-                each = router(folder, name, f"http://{HOST}:{port}", f"tcp://{HOST}:{journal_port}")
-                stack.push_async_callback(asyncio.to_thread, each.stop)
+                side = router(folder, name, f"http://{HOST}:{port}", f"tcp://{HOST}:{journal_port}")
+                stack.push_async_callback(asyncio.to_thread, side.stop)
                 with processes.running_on(cpus.routers):
-                    each.start()
-                await stage.wait_served(each)
-                sides.append(stage.Side(name, each.port, each))
+                    side.start()
+                await stage.wait_served(side)
+                sides.append(stage.Side(name, side.port, side))
                 if name != PLAIN:
-                    await asyncio.to_thread(wait_for_journal, each.port)
+                    await asyncio.to_thread(wait_for_journal, side.port)
             found = await measure.measure(sides, [load], rounds, measure.Times(), lambda _: None)
             return found.samples
 

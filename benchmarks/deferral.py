@@ -176,10 +176,10 @@ def compare_real(console: Console, rounds: int, seed: int) -> None:
 
 
 def _ratios(auto: Sequence[Phase], one: Sequence[Phase]) -> str:
-    per_second = [median(each.requests / each.seconds for each in side) for side in (auto, one)]
-    per_step = [sum(each.requests for each in side) for side in (auto, one)]
-    spent = [sum(each.policy_s for each in side) for side in (auto, one)]
-    share = (spent[0] - spent[1]) / sum(each.seconds for each in auto)
+    per_second = [median(phase.requests / phase.seconds for phase in side) for side in (auto, one)]
+    per_step = [sum(phase.requests for phase in side) for side in (auto, one)]
+    spent = [sum(phase.policy_s for phase in side) for side in (auto, one)]
+    share = (spent[0] - spent[1]) / sum(phase.seconds for phase in auto)
     return (
         f"auto to K=1: requests per step {per_step[0] / per_step[1]:.3f}x, per second of processor "
         f"time {per_second[0] / per_second[1]:.3f}x, {share:.2%} of it for the policy"

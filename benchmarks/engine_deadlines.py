@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = [play(args.profile, name, seed, share, args.tight) for seed in args.seeds]
             figures = []
             for half in (TIGHT, LOOSE):
-                seen = [each for one in runs for each in one[half]]
+                seen = [times for one in runs for times in one[half]]
                 figures += [
                     fmean(first <= FIRST_S[half] for first, _ in seen),
                     fmean(gap <= EACH_S[half] for _, gap in seen),

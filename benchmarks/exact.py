@@ -31,7 +31,7 @@ def play(workload: str, seconds: float) -> tuple[float, float, int, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     played = fleet.play(schedule)
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    concurrency = sum(each.latency for each in played.outcomes) / played.duration
+    concurrency = sum(outcome.latency for outcome in played.outcomes) / played.duration
     share = played.facts["workers"]["w"]["scheduler_s"] / wall_s
     return played.duration / cpu_s, share, len(played.outcomes), concurrency
 

@@ -188,7 +188,7 @@ class Figures:
         outcomes = self._one(machine, given).play(schedule).outcomes
         counted = outcomes[len(outcomes) // 10 :]
         met = sum(map(_targets().is_met_by, counted))
-        return rate * met / len(counted), [gap for each in counted for gap in each.itls]
+        return rate * met / len(counted), [gap for outcome in counted for gap in outcome.itls]
 
     def steps(self) -> None:
         """Draw the tokens of each step, with vLLM's scheduler and with chunks by time."""
@@ -239,8 +239,8 @@ class Figures:
             figures.share, run.goodput, figures.ttft.quantile(0.5), figures.ttft.quantile(0.99),
             gaps.quantile(0.99), gaps.most, figures.longest.share_at_most(STALL_S),
         )  # fmt: skip
-        self.values["reference"][name] = [round(each, 4) for each in found]
-        print(f"  {name:<22}", " ".join(f"{each:9.3f}" for each in found))
+        self.values["reference"][name] = [round(value, 4) for value in found]
+        print(f"  {name:<22}", " ".join(f"{value:9.3f}" for value in found))
 
     def _design(self, design: FleetShape | Policies, rate: float, seed: int) -> FlowResult:
         machine = of_profile(LARGE)
@@ -252,7 +252,7 @@ class Figures:
         else:
             models = [replace(machine, name=f"w{i}", policies=design) for i in range(6)]
             placed = [PlacedWorker(model) for model in models]
-        placed = [replace(each, max_requests=MAX_REQUESTS) for each in placed]
+        placed = [replace(worker, max_requests=MAX_REQUESTS) for worker in placed]
         return self._open(placed, settings, rate, seed)
 
     def _open(
@@ -322,7 +322,7 @@ def _targets() -> Targets:
 
 
 def _words(targets: str) -> str:
-    pairs = (each.split(":") for each in targets.split())
+    pairs = (target.split(":") for target in targets.split())
     return ", ".join(f"{name.upper()} {value} ms" for name, value in pairs)
 
 

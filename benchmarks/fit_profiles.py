@@ -61,8 +61,8 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: rounded(member) for name, member in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def table_row(name: str, found: dict[Any, profile_fit.FitError]) -> str:
@@ -110,7 +110,7 @@ def fit_system(system: str, date: str) -> dict[str, Any]:
         "system": system,
         "date": date,
         "note": NOTE,
-        "profiles": [rounded(to_json(each)) for each in found.values()],
+        "profiles": [rounded(to_json(profile)) for profile in found.values()],
         "missing": missing,
     }
     return {"sha256": checksum(content), **content}
@@ -144,7 +144,7 @@ def write(content: dict[str, Any], path: Path) -> None:
     lines = []
     for name, value in content.items():
         if isinstance(value, list):
-            rows = ",\n  ".join(json.dumps(each) for each in value)
+            rows = ",\n  ".join(json.dumps(row) for row in value)
             lines.append(f' "{name}": [\n  {rows}\n ]' if value else f' "{name}": []')
         else:
             lines.append(f' "{name}": {json.dumps(value)}')
@@ -173,7 +173,7 @@ def main() -> int:
         baseline(args.systems)
         return 0
     if args.check:
-        off = [each for system in args.systems for each in differing(system)]
+        off = [line for system in args.systems for line in differing(system)]
         print("\n".join(off) or "a new fit is equal to the files")
         return int(bool(off))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -56,8 +56,8 @@ def main() -> int:
             f"streams refused in {len(tally.refusals)} ways, {tally.waiting:,} incomplete, "
             f"{len(differ)} differ from the reference"
         )
-        for each in differ[:MAX_SHOWN]:
-            print(f"  {each[:MAX_LINE]}")
+        for difference in differ[:MAX_SHOWN]:
+            print(f"  {difference[:MAX_LINE]}")
         bad += len(differ)
     return 1 if bad else 0
 

@@ -90,11 +90,11 @@ def engines_file(ports: Sequence[Ports], admin: int, *, caches: bool) -> str:
     workers = [
         {
             "name": name,
-            "url": f"http://127.0.0.1:{each.server}",
-            "journal": f"tcp://127.0.0.1:{each.journal}",
+            "url": f"http://127.0.0.1:{worker_ports.server}",
+            "journal": f"tcp://127.0.0.1:{worker_ports.journal}",
             "launch": {"args": args, "policies": {}, "cpus": [cpu]},
         }
-        for name, each, cpu in zip(NAMES, ports, cpus, strict=False)
+        for name, worker_ports, cpu in zip(NAMES, ports, cpus, strict=False)
     ]
     router = {"port": free_port(), "admin": {"port": admin}}
     return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
@@ -105,10 +105,10 @@ def router_file(ports: Sequence[Ports], port: int, admin: int) -> str:
     workers = [
         {
             "name": name,
-            "url": f"http://127.0.0.1:{each.relay}",
-            "journal": f"tcp://127.0.0.1:{each.journal_relay}",
+            "url": f"http://127.0.0.1:{worker_ports.relay}",
+            "journal": f"tcp://127.0.0.1:{worker_ports.journal_relay}",
         }
-        for name, each in zip(NAMES, ports, strict=True)
+        for name, worker_ports in zip(NAMES, ports, strict=True)
     ]
     router = {"port": port, "admin": {"port": admin}, "retries": {"budget": 1.0, "attempts": 10}}
     return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
@@ -136,13 +136,13 @@ async def wait_both_usable(port: int) -> None:
 def make_prompts(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the fields of requests that continue exactly, each second one a chat."""
     rng, found = random.Random(given.seed), []
-    for each in range(given.prompts):
+    for number in range(given.prompts):
         words = " ".join(rng.choices(WORDS, k=rng.randrange(1, given.words)))
         fields: dict[str, Any] = {"prompt": words}
-        if each % 2:
+        if number % 2:
             fields = {"messages": [{"role": "user", "content": words}]}
         fields["extra_body"] = {"ignore_eos": True}
-        if each % 3 == 0:
+        if number % 3 == 0:
             fields["extra_body"] |= {"repetition_penalty": 1.2}
         found.append(fields)
     return found
@@ -232,7 +232,7 @@ async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
     ports, port, admin, up_admin = [Ports(), Ports()], free_port(), free_port(), free_port()
     prompts, tally = make_prompts(given), Tally()
     engines = engines_file(ports, up_admin, caches=not given.no_caches)
-    relays = [await start_relay(each) for each in ports]
+    relays = [await start_relay(worker_ports) for worker_ports in ports]
     try:
         with tempfile.TemporaryDirectory() as name:
             async with (
@@ -247,11 +247,11 @@ async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
                 for at in range(0, len(prompts), given.clients):
                     some = prompts[at : at + given.clients]
                     sent = (
-                        stream(client, each, given.tokens, f"whole-{at}-{n}")
-                        for n, each in enumerate(some)
+                        stream(client, prompt, given.tokens, f"whole-{at}-{n}")
+                        for n, prompt in enumerate(some)
                     )
                     whole += await asyncio.gather(*sent)
-                if errors := [each.error for each in whole if each.error]:
+                if errors := [streamed.error for streamed in whole if streamed.error]:
                     raise RuntimeError(errors[0])
                 numbers = count()
                 clients = (
@@ -320,7 +320,11 @@ def report(console: Console, tally: Tally, page: str) -> None:
         own = [rows[name]["predicted_ttft_s"] for name in names]
         of_all = [together[kill_of(tally, name)] for name in names]
         for what, predicted in (("its own", own), ("all that moved with it", of_all)):
-            shares = [pause / each for pause, each in zip(pauses, predicted, strict=True) if each]
+            shares = [
+                pause / prefill_s
+                for pause, prefill_s in zip(pauses, predicted, strict=True)
+                if prefill_s
+            ]
             console.print(f"... over the predicted prefill of {what}: {quantiles(shares, 'x')}")
     others = [name for name, row in rows.items() if not row["left_workers"]]
     longest = [tally.streams[name].pause_s for name in others]

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     )
                 )
     report(samples, cpus, load_average)
-    return int(any(sample.errors for each in samples.values() for sample in each))
+    return int(any(sample.errors for of_count in samples.values() for sample in of_count))
 
 
 @contextmanager
@@ -165,8 +165,8 @@ def make_router(folder: Path, workers: Sequence[int], count: int) -> Worker:
     fleet = {
         "model": mock.MODEL,
         "workers": [
-            {"name": f"w{number}", "url": f"http://{HOST}:{each}"}
-            for number, each in enumerate(workers)
+            {"name": f"w{number}", "url": f"http://{HOST}:{worker}"}
+            for number, worker in enumerate(workers)
         ],
         "router": {
             "host": HOST,
@@ -195,7 +195,7 @@ def measure(
     """Run the sources of load and return the sample."""
     assert router.pid is not None
     pids = processes.tree(router.pid)
-    each = str(connections // sources)
+    per_source = str(connections // sources)
     with processes.running_on(cpus.others):
         loads = [
             subprocess.Popen(
@@ -203,7 +203,13 @@ def measure(
                     sys.executable,
                     "-m",
                     "benchmarks.processes",
-                    *("load", str(router.port), str(seconds), each, str(seed * sources + number)),
+                    *(
+                        "load",
+                        str(router.port),
+                        str(seconds),
+                        per_source,
+                        str(seed * sources + number),
+                    ),
                 ],
                 stdout=subprocess.PIPE,
             )
@@ -212,11 +218,11 @@ def measure(
     before = processes.cpu_seconds(pids)
     results = [json.loads(load.communicate()[0]) for load in loads]
     used = processes.cpu_seconds(pids) - before
-    requests = sum(each["all"] for each in results)
+    requests = sum(result["all"] for result in results)
     return Sample(
-        sum(each["per_s"] for each in results),
+        sum(result["per_s"] for result in results),
         used / requests * MICRO if requests else float("nan"),
-        sum(each["errors"] for each in results),
+        sum(result["errors"] for result in results),
     )
 
 
@@ -239,10 +245,10 @@ def report(samples: dict[int, list[Sample]], cpus: Cpus, load_average: float) ->
     alone = min(samples)
     base = median(sample.cpu_us for sample in samples[alone])
     rate = median(sample.per_s for sample in samples[alone])
-    for count, each in samples.items():
-        per_s = median(sample.per_s for sample in each)
-        cpu_us = median(sample.cpu_us for sample in each)
-        errors = sum(sample.errors for sample in each)
+    for count, of_count in samples.items():
+        per_s = median(sample.per_s for sample in of_count)
+        cpu_us = median(sample.cpu_us for sample in of_count)
+        errors = sum(sample.errors for sample in of_count)
         potential = count / alone * base / cpu_us
         line = f"{count} process{'es' if count > 1 else ''}: {per_s:8,.0f} requests/s"
         line += f", {cpu_us:6.1f} us of processor time each"

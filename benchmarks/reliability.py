@@ -190,7 +190,7 @@ def disconnect(stream: bool) -> Scenario:
         for other in others:
             other.cancel()
         client.close()
-        [call] = [each.result() for each in done]
+        [call] = [run.result() for run in done]
         try:
             async with asyncio.timeout(SHORT_TIMEOUT_S):
                 await call.lost.wait()
@@ -381,7 +381,7 @@ async def main(given: argparse.Namespace) -> dict[str, object]:
                 continue
             cells = [await run_scenario(name, make, scenario) for name, make in makers.items()]
             found[title] = cells
-            print(f"{title:<{TITLE_WIDTH}}" + "".join(f"{each:>{COLUMN_WIDTH}}" for each in cells),
+            print(f"{title:<{TITLE_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells),
                   flush=True)  # fmt: skip
     return {"routers": [*makers], "found": found}
 

@@ -108,7 +108,7 @@ def play(load: Load, policies: Policies, seed: int) -> Figures:
         max_model_len=MAX_MODEL_LEN,
         policies=policies,
     )
-    arrivals = sorted(load.arrivals(model, random.Random(seed)), key=lambda each: each[0])
+    arrivals = sorted(load.arrivals(model, random.Random(seed)), key=lambda arrival: arrival[0])
     times = by_job(run(ExactEngine(model), arrivals))
     ttfts: dict[str, list[float]] = {LONG: [], CHAT: []}
     for at, job in arrivals:
@@ -128,11 +128,11 @@ def ratios(load: Load, seeds: int) -> dict[str, Figures]:
     return {
         name: Figures(
             *(
-                median(own[at] / theirs[at] for own, theirs in zip(each, base, strict=True))
+                median(own[at] / theirs[at] for own, theirs in zip(rows, base, strict=True))
                 for at in range(len(HEADINGS))
             )
         )
-        for name, each in found.items()
+        for name, rows in found.items()
     }
 
 
@@ -143,7 +143,11 @@ def main() -> None:
     for title, load in LOADS.items():
         print(f"{title}, budget {load.budget} | {' | '.join(HEADINGS)}")
         for name, figures in ratios(load, given.seeds).items():
-            print(name, *("-" if each != each else f"{each:.2f}x" for each in figures), sep=" | ")
+            print(
+                name,
+                *("-" if figure != figure else f"{figure:.2f}x" for figure in figures),
+                sep=" | ",
+            )
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def dequeue_us(tenants: int, waiting: int, turns: int) -> float:
     lease = placed(router, read(router, route, body), 0.0)
     for i in range(waiting):
         router.submit(read(router, route, body, all_tenants[i % tenants]), 0.0)
-    asks = [read(router, route, body, each) for each in all_tenants]
+    asks = [read(router, route, body, tenant) for tenant in all_tenants]
     now, number = 0.0, 0
 
     def work() -> int:

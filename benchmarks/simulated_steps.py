@@ -108,7 +108,7 @@ def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
 
     names = rounds[0]["classes"]
-    classes = {name: of([each["classes"][name] for each in rounds]) for name in names}
+    classes = {name: of([played["classes"][name] for played in rounds]) for name in names}
     return {**of(rounds), "classes": classes}
 
 

@@ -228,7 +228,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> int:
     console.print(f"by short TTFT p99: real {orders[0]}, simulated {orders[1]}: {result}")
     figures = sum(len([*pair.rows()]) for pair in pairs)
     console.print(f"{figures - off} of {figures} figures within {MAX_ERROR:.0%}")
-    busy = [each.real["client_busy"] for each in pairs]
+    busy = [pair.real["client_busy"] for pair in pairs]
     console.print(f"load of the machine {os.getloadavg()[0]:.1f}, client busy {max(busy):.0%}")
     return off
 
@@ -248,7 +248,7 @@ def main() -> None:
     load += ["--request-rate", given.request_rate] if given.request_rate else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(given.costs or name)
-        fleets = {key: each for key, each in cases(cpus).items() if key in given.cases}
+        fleets = {key: blocks for key, blocks in cases(cpus).items() if key in given.cases}
         for blocks in fleets.values():
             calibrate(blocks["workers"][0], folder, console)
         pairs = [run_case(name, blocks, folder, load, console) for name, blocks in fleets.items()]

@@ -81,7 +81,7 @@ async def fetch_workers(admin: int) -> dict[str, dict[str, object]]:
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{admin}/admin/workers") as answer,
         ):
-            return {each["name"]: each for each in await answer.json()}
+            return {worker["name"]: worker for worker in await answer.json()}
     return {}
 
 
@@ -90,7 +90,7 @@ async def wait_both_up(admin: int, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = await fetch_workers(admin)
-        if len(found) == 2 and all(each["state"] in UP_STATES for each in found.values()):
+        if len(found) == 2 and all(worker["state"] in UP_STATES for worker in found.values()):
             return True
         await asyncio.sleep(0.5)
     return False
@@ -147,11 +147,11 @@ async def _run(given: argparse.Namespace, port: int, admin: int, ports: dict[str
     deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while True:
         found = await fetch_workers(admin)
-        busy = {name: each["requests"] for name, each in found.items() if each["requests"]}
+        busy = {name: worker["requests"] for name, worker in found.items() if worker["requests"]}
         if not busy or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.5)
-    times = ", ".join(f"{each:.0f} s" for each in recovered_s)
+    times = ", ".join(f"{seconds:.0f} s" for seconds in recovered_s)
     print(f"{load.sent} sent: {json.dumps(load.outcomes)}; slowest {load.slowest_s:.1f} s")
     print(f"killed {len(recovered_s)} times, both up again after {times or 'never'}")
     print(f"both up at the end: {ready}; in flight: {busy or 'nothing'}; wrong: {load.wrong}")

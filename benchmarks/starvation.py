@@ -218,7 +218,7 @@ class Clients:
 async def background_load(clients: Clients, scene: Scene) -> AsyncIterator[None]:
     """Keep the scene's short and background requests in flight."""
     kinds = [*scene.background, *[scene.shorts] * scene.short_count]
-    tasks = [asyncio.create_task(clients.send_forever(each)) for each in kinds]
+    tasks = [asyncio.create_task(clients.send_forever(kind)) for kind in kinds]
     try:
         while clients.done < scene.short_count // 2:
             await asyncio.sleep(POLL_S)
@@ -329,7 +329,9 @@ def make_table(bound_s: float) -> Table:
 def add_rows(layout: Table, name: str, bounded: SceneResult, unbounded: SceneResult) -> None:
     for what, kind in bounded.kinds.items():
         times = sorted(kind.waited_s)
-        shown = [f"{each:.2f} s" for each in (times[0], fmean(times), times[-1])] if times else []
+        shown = (
+            [f"{seconds:.2f} s" for seconds in (times[0], fmean(times), times[-1])] if times else []
+        )
         still = unbounded.kinds[what].still_s
         waiting = f"{len(still)} wait after {min(still):.1f} s" if still else "started"
         layout.add_row(name, what, str(len(times)), *(shown or ["-"] * 3), waiting)
@@ -366,7 +368,7 @@ async def run_scenes(
                            env=trace_variables(trace)),
                     trace,
                 ))  # fmt: skip
-            async with running([each for each, _ in made], narrator):
+            async with running([engine for engine, _ in made], narrator):
                 narrator.step(f"{name}: {given.rounds} rounds with a bound of {given.bound:g} s")
                 bounded = await play(
                     scene, *made[0], given.rounds, UNBOUNDED_FACTOR * given.bound + LATE_S
@@ -398,8 +400,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (VllmSchedError, WireError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
-    for each in failed:
-        console.print(each, style="red", highlight=False)
+    for failure in failed:
+        console.print(failure, style="red", highlight=False)
     if given.save:
         given.save.write_text(json.dumps(found, indent=1) + "\n")
     return int(bool(failed))

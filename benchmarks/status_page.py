@@ -151,8 +151,8 @@ async def draw(scheme: str) -> bytes:
             )
             picture = await page.picture(x=0, y=0, width=1280, height=height + 24)
             print(await page.run("statusPage"))
-            for each in requests:
-                each.cancel()
+            for request in requests:
+                request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
         await app.stop()
     for fake in fakes.values():

@@ -181,7 +181,7 @@ def measure(
             times[side].append(take_step(schedulers[side]))
     assert all(len(scheduler.running) == RUNNING for scheduler in schedulers)
     assert all(len(scheduler.waiting) == waiting for scheduler in schedulers)
-    calls, wholes = ([[each[i] for each in side[5:]] for side in times] for i in (0, 1))
+    calls, wholes = ([[step[i] for step in side[5:]] for side in times] for i in (0, 1))
     return [statistics.median(side) for side in calls], [statistics.median(s) for s in wholes]
 
 
@@ -216,8 +216,8 @@ def main() -> None:
                     calls, wholes = zip(*rounds, strict=True)
                     theirs, ours = (statistics.median(side) for side in zip(*calls, strict=True))
                     ratio, whole = (
-                        statistics.median(mine / other for other, mine in each)
-                        for each in (calls, wholes)
+                        statistics.median(mine / other for other, mine in times)
+                        for times in (calls, wholes)
                     )
                     table.add_row(
                         label, name, slots, f"{waiting:,}", f"{theirs * 1e6:.0f}",

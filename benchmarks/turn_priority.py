@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("weight  turns' TTFT p50  p90  p99  fresh prompts' mean  p99, in seconds  failed")
     for weight in args.weights:
         played = [
-            each
+            outcome
             for s in args.seeds
-            for each in play(s, weight, args.turns, args.fresh, tuple(args.output))
+            for outcome in play(s, weight, args.turns, args.fresh, tuple(args.output))
         ]
         good = {
             klass: [o.ttft for o in played if o.klass == klass and o.good]

@@ -143,12 +143,12 @@ class Figure:
         if self.key in EXACTLY:
             return {*self.ours} != {*self.theirs}
         gap = abs(statistics.median(self.ours) - statistics.median(self.theirs))
-        return gap > max(max(each) - min(each) for each in (self.ours, self.theirs))
+        return gap > max(max(values) - min(values) for values in (self.ours, self.theirs))
 
 
 def figures(rounds: Rounds) -> list[Figure]:
     return [
-        Figure(key, *([each[key] for each in rounds[name]] for name in TOOLS))
+        Figure(key, *([played[key] for played in rounds[name]] for name in TOOLS))
         for key in (*EXACTLY, *RATES, *LATENCIES)
     ]
 
@@ -159,12 +159,12 @@ def table(found: Sequence[Figure]) -> Table:
     layout.add_column("")
     for title in ("ours", "theirs", "ours / theirs", "told apart"):
         layout.add_column(title, justify="right")
-    for each in found:
+    for figure in found:
         sides = (
             f"{statistics.median(side):,.4g} ({min(side):,.4g} to {max(side):,.4g})"
-            for side in (each.ours, each.theirs)
+            for side in (figure.ours, figure.theirs)
         )
-        layout.add_row(each.key, *sides, f"{each.ratio:.3f}", "yes" if each.apart else "no")
+        layout.add_row(figure.key, *sides, f"{figure.ratio:.3f}", "yes" if figure.apart else "no")
     return layout
 
 
@@ -208,7 +208,7 @@ def main() -> int:
                 given.add.write_text(json.dumps({"load": asdict(load), "rounds": rounds}) + "\n")
     compared = figures(rounds)
     Console(width=120).print(table(compared))
-    apart = [each.key for each in compared if each.apart]
+    apart = [figure.key for figure in compared if figure.apart]
     print(f"{len(rounds['ours'])} rounds; told apart: {', '.join(apart) or 'nothing'}")
     return int(bool(apart))
 

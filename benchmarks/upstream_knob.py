@@ -105,17 +105,17 @@ async def survey(
     return duels
 
 
-def summarise(each: Contender) -> Result:
+def summarise(contender: Contender) -> Result:
     """Return the figures of a contender's rounds."""
-    shorts, longs = ttfts(each.rounds, SHORT), ttfts(each.rounds, LONG)
+    shorts, longs = ttfts(contender.rounds, SHORT), ttfts(contender.rounds, LONG)
     missing = float("inf")  # worse than any time
     return Result(
         percentile(shorts, 50) or missing,
         percentile(shorts, 99) or missing,
         statistics.fmean(longs) if longs else missing,
         max(longs, default=missing),
-        statistics.median(total_rate(played) or 0.0 for played in each.rounds),
-        len(each.failed),
+        statistics.median(total_rate(played) or 0.0 for played in contender.rounds),
+        len(contender.failed),
     )
 
 

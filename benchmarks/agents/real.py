@@ -129,7 +129,9 @@ async def play(port: int, side: str, parts: Sequence[str], turns: int, seed: int
     url = f"http://127.0.0.1:{port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         ended = await asyncio.gather(*(session(client, side, part, turns, seed) for part in parts))
-    return Played([turn for each, _ in ended for turn in each], [took for _, took in ended])
+    return Played(
+        [turn for session_turns, _ in ended for turn in session_turns], [took for _, took in ended]
+    )
 
 
 def table(found: dict[str, Played]) -> Table:
@@ -161,9 +163,9 @@ async def compare(given: argparse.Namespace) -> dict[str, Played]:
             running(folder, "up", up, routers[OURS][1]),
             running(folder, "router", beside, routers[IN_TURN][1]),
         ):
-            for each in range(given.rounds):
-                parts = [f"{each}/{number}" for number in range(given.sessions)]
-                for side in sorted(routers, reverse=bool(each % 2)):
+            for number in range(given.rounds):
+                parts = [f"{number}/{part}" for part in range(given.sessions)]
+                for side in sorted(routers, reverse=bool(number % 2)):
                     played = await play(routers[side][0], side, parts, given.turns, given.seed)
                     found[side].turns.extend(played.turns)
                     found[side].tasks_s.extend(played.tasks_s)

@@ -22,7 +22,7 @@ Found: TypeAlias = dict[str, list[Figures]]  # of each side, by seed
 
 
 def mean(runs: list[Figures], figure: str) -> float:
-    return fmean(getattr(each, figure) for each in runs)
+    return fmean(getattr(run, figure) for run in runs)
 
 
 def table(at_once: int, found: Found) -> Table:
@@ -45,7 +45,7 @@ def table(at_once: int, found: Found) -> Table:
             f"{mean(runs, 'tpot_p90') * 1000:.0f} ms",
             f"{mean(runs, 'hit'):.1%}",
             f"{mean(runs, 'tokens_per_s'):,.0f}",
-            str(sum(each.failed for each in runs)),
+            str(sum(run.failed for run in runs)),
         )
     return layout
 
@@ -58,7 +58,9 @@ def first_miss(found: Mapping[int, Found], side: str) -> int | None:
 
 def verdicts(found: Mapping[int, Found]) -> Iterator[str]:
     """Yield the load where the better peers' rule first misses, and the goodput of ours there."""
-    peers = [side for side in (CACHE_AWARE, SCORES) if any(side in each for each in found.values())]
+    peers = [
+        side for side in (CACHE_AWARE, SCORES) if any(side in by_side for by_side in found.values())
+    ]
     if not peers:
         yield "no peers' rule was played: nothing to compare with"
         return

@@ -39,7 +39,9 @@ def cells(workers: Sequence[int], pressures: Sequence[float]) -> list[Cell]:
     for count in workers:
         few = count <= MANY_WORKERS
         found += [
-            Cell(count, each) for each in pressures if few or each == target or len(pressures) == 1
+            Cell(count, pressure)
+            for pressure in pressures
+            if few or pressure == target or len(pressures) == 1
         ]
         if few and target in pressures:
             found += [Cell(count, target, SESSIONS), Cell(count, target, PREFIXES, OPEN_LOOP_RATE)]

@@ -72,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             content = {**result.to_json(), "verdicts": verdicts}
             args.save.write_text(json.dumps(content, indent=1) + "\n")
         failed = result.failed or handovers.missing
-    for each in found:
-        console.print(each.summary, style="red" if each.wrong else None, highlight=False)
-    return int(failed or any(each.wrong for each in found))
+    for check in found:
+        console.print(check.summary, style="red" if check.wrong else None, highlight=False)
+    return int(failed or any(check.wrong for check in found))
 
 
 async def _run(

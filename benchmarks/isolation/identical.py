@@ -107,10 +107,10 @@ async def compare(
     async with aiohttp.ClientSession(timeout=timeout) as session:
         expected: list[Answer] = []
         for route in routes:
-            for each in route.passes:
-                for url in each.forget:
+            for round_ in route.passes:
+                for url in round_.forget:
                     await _reset_cache(session, url)
-                name = f"{route.name}, {each.cache}"
+                name = f"{route.name}, {round_.cache}"
                 report(f"{len(sent)} prompts by {name}")
                 before = await _transfers(session, route.decode)
                 found = [await _complete(session, route.url, model, prompt) for prompt in sent]

@@ -86,12 +86,13 @@ def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
     found = []
     for played in rounds:
         longs = sorted(
-            (each for each in played.records if each.klass == LONG), key=lambda each: each.sent
+            (record for record in played.records if record.klass == LONG),
+            key=lambda record: record.sent,
         )
-        for index, each in enumerate(longs):
-            ahead = sum(_is_prefilled_at(each.sent, other) for other in longs[:index])
-            if ahead < workers and each.ticks and not each.error:
-                found.append(each.ttft)
+        for index, record in enumerate(longs):
+            ahead = sum(_is_prefilled_at(record.sent, other) for other in longs[:index])
+            if ahead < workers and record.ticks and not record.error:
+                found.append(record.ttft)
     return found
 
 
@@ -100,21 +101,27 @@ def _is_prefilled_at(now: float, record: Outcome) -> bool:
 
 
 def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    return [{**asdict(each), "kept": each.kept} for each in found]
+    return [{**asdict(verdict), "kept": verdict.kept} for verdict in found]
 
 
 def table(result: Comparison) -> Table:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", *(each.label for each in result.contenders), "ratio", "at most", ""):
+    for heading in (
+        "",
+        *(contender.label for contender in result.contenders),
+        "ratio",
+        "at most",
+        "",
+    ):
         layout.add_column(heading, justify="right" if heading else "left")
-    for each in verdicts(result):
+    for verdict in verdicts(result):
         layout.add_row(
-            each.what,
-            report.show(each.baseline, report.SECONDS),
-            report.show(each.candidate, report.SECONDS),
-            report.show_ratio(each.ratio),
-            f"{each.at_most:g}x",
-            "kept" if each.kept else "missed",
-            style="green" if each.kept else "red",
+            verdict.what,
+            report.show(verdict.baseline, report.SECONDS),
+            report.show(verdict.candidate, report.SECONDS),
+            report.show_ratio(verdict.ratio),
+            f"{verdict.at_most:g}x",
+            "kept" if verdict.kept else "missed",
+            style="green" if verdict.kept else "red",
         )
     return layout

@@ -52,7 +52,7 @@ def mutants_of(source: bytes) -> list[Mutant]:
         if isinstance(node, ast.expr):
             text = f"({text})"
         found.append(Mutant(node.lineno, start, end, source[start:end].decode(), text, kind))
-    return sorted(found, key=lambda each: (each.start, each.kind))
+    return sorted(found, key=lambda mutant: (mutant.start, mutant.kind))
 
 
 Node = ast.expr | ast.stmt
@@ -84,7 +84,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             skipped = [*filter(None, [node.annotation])]
         case ast.AnnAssign():
             skipped = [node.annotation]
-    yield from (each for each in ast.iter_child_nodes(node) if each not in skipped)
+    yield from (child for child in ast.iter_child_nodes(node) if child not in skipped)
 
 
 def _is_log_or_repr(node: ast.AST) -> bool:

@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
             failed = True
             continue
-        for each in (found.table, table(name, found.promises)):
-            console.print(each)
+        for shown in (found.table, table(name, found.promises)):
+            console.print(shown)
         if found.warning:
             console.print(found.warning, style="yellow", highlight=False)
         failed = failed or found.failed

@@ -81,7 +81,11 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
         sharing=6,
     )
     result = await _compared([*fixed.values(), ours], plan, narrator)
-    meeting = [_mean_ttft(each) for each in fixed.values() if _share_within(each, target_s) >= 0.99]
+    meeting = [
+        _mean_ttft(contender)
+        for contender in fixed.values()
+        if _share_within(contender, target_s) >= 0.99
+    ]
     best = min(meeting, default=None)
     ratio = None if best is None else _mean_ttft(ours) / best
     return _verdict(
@@ -108,21 +112,27 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
     async with running([one.worker], narrator):
         for number in range(rounds + 1):
             order = list(played.values())[:: 1 if number % 2 else -1]
-            for each in order:
-                narrator.step(f"round {number} of {rounds}, {each.role}")
-                plan = plans[each.role]
-                found = await play_round(each, plan, plan.workload, number, narrator)
+            for contender in order:
+                narrator.step(f"round {number} of {rounds}, {contender.role}")
+                plan = plans[contender.role]
+                found = await play_round(contender, plan, plan.workload, number, narrator)
                 if number:
-                    each.rounds.append(found)
+                    contender.rounds.append(found)
     result = Comparison(plans["both"], list(played.values()))
     chats, batch, together = (played[role].rounds for role in loads)
     ttft = report.ratio_of(
         *(report.percentile(report.ttfts(r, SHORT), 99) for r in (together, chats))
     )
     # The strictest target for batch ignores the cost of the chats.
-    spans = [_span(each, SHORT) for each in together]
-    beside = [_rate_within(each, BATCH, span) for each, span in zip(together, spans, strict=True)]
-    alone = [_rate_within(each, BATCH, span) for each, span in zip(batch, spans, strict=True)]
+    spans = [_span(played_round, SHORT) for played_round in together]
+    beside = [
+        _rate_within(played_round, BATCH, span)
+        for played_round, span in zip(together, spans, strict=True)
+    ]
+    alone = [
+        _rate_within(played_round, BATCH, span)
+        for played_round, span in zip(batch, spans, strict=True)
+    ]
     rest = report.ratio_of(_middle(beside), _middle(alone))
     return _verdict(
         result,
@@ -155,7 +165,9 @@ async def deferred_prefill(
     ]
     result = await _compared([default, auto, again, *fixed], plan, narrator)
     ours = _rates(auto)
-    found = [report.ratio_of(_middle(_rates(each)[::2]), _middle(ours[::2])) for each in fixed]
+    found = [
+        report.ratio_of(_middle(_rates(contender)[::2]), _middle(ours[::2])) for contender in fixed
+    ]
     best = max(range(len(fixed)), key=lambda index: found[index] or 0.0)
     against = _ratios(ours[1::2], _rates(fixed[best])[1::2])
     return _verdict(
@@ -199,7 +211,7 @@ async def _compared(
     sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
 ) -> Comparison:
     """Start all workers and measure them in turns."""
-    async with running([each.worker for each in sides], narrator):
+    async with running([side.worker for side in sides], narrator):
         await measure(sides, plan, narrator)
     return Comparison(plan, sides)
 
@@ -209,14 +221,16 @@ async def _midway(
 ) -> float:
     """Return the mean of two fixed chunk sizes' p99 gaps."""
     once = ComparisonPlan(plan.model, plan.workload, 1, lone_samples=0)
-    ends = [Contender(each.role, each.label, each.worker) for each in (small, large)]
-    async with running([each.worker for each in ends], narrator):
+    ends = [
+        Contender(contender.role, contender.label, contender.worker) for contender in (small, large)
+    ]
+    async with running([end.worker for end in ends], narrator):
         await measure(ends, once, narrator)
     return fmean(report.percentile(report.itls(e.rounds, BACKGROUND), 99) or 0.0 for e in ends)
 
 
 def _only(workload: Workload, klass: str) -> Workload:
-    arrivals = tuple(each for each in workload.arrivals if each.klass == klass)
+    arrivals = tuple(arrival for arrival in workload.arrivals if arrival.klass == klass)
     return replace(workload, arrivals=arrivals)
 
 
@@ -224,14 +238,14 @@ def _one_by_one(workload: Workload) -> Workload:
     """Return the workload with its long prompts LONG_EVERY_S apart."""
     longs = itertools.count()
     arrivals = tuple(
-        replace(each, at=next(longs) * LONG_EVERY_S) if each.klass == LONG else each
-        for each in workload.arrivals
+        replace(arrival, at=next(longs) * LONG_EVERY_S) if arrival.klass == LONG else arrival
+        for arrival in workload.arrivals
     )
     return replace(workload, arrivals=arrivals)
 
 
-def _share_within(each: Contender, target_s: float) -> float:
-    gaps = [gap for played in each.rounds for gap in _gaps_beside(played)]
+def _share_within(contender: Contender, target_s: float) -> float:
+    gaps = [gap for played in contender.rounds for gap in _gaps_beside(played)]
     return sum(gap <= target_s for gap in gaps) / len(gaps)
 
 
@@ -247,8 +261,8 @@ def _gaps_beside(played: Round) -> list[float]:
     ]
 
 
-def _mean_ttft(each: Contender) -> float:
-    return fmean(report.ttfts(each.rounds, LONG))
+def _mean_ttft(contender: Contender) -> float:
+    return fmean(report.ttfts(contender.rounds, LONG))
 
 
 def _span(played: Round, klass: str) -> tuple[float, float]:
@@ -269,8 +283,8 @@ def _rate_within(played: Round, klass: str, span: tuple[float, float]) -> float 
     return done / (until - since)
 
 
-def _rates(each: Contender) -> list[float | None]:
-    return [report.backlogged_rate(played, BATCH) for played in each.rounds]
+def _rates(contender: Contender) -> list[float | None]:
+    return [report.backlogged_rate(played, BATCH) for played in contender.rounds]
 
 
 def _ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float | None]:
@@ -278,7 +292,7 @@ def _ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> lis
 
 
 def _middle(found: Sequence[float | None]) -> float | None:
-    return report.percentile([each for each in found if each is not None], 50)
+    return report.percentile([value for value in found if value is not None], 50)
 
 
 def _verdict(result: Comparison, *promises: Promise) -> Verdict:

@@ -35,8 +35,8 @@ def tree(pid: int) -> list[int]:
         parent = int(text.rpartition(")")[2].split()[1])
         children[parent].append(int(path.parent.name))
     found = [pid]
-    for each in found:
-        found += children[each]
+    for parent_pid in found:
+        found += children[parent_pid]
     return found
 
 

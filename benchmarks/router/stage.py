@@ -79,7 +79,7 @@ async def stage(
     for over, wanted, pair in ((False, combined, urls[:2]), (True, hands_over, urls[2:])):
         if wanted:
             their = [_their_router(folder, o, pair) for o in opponents if o.hands_over is over]
-            routers += [(each, over) for each in (our_router(folder, pair, over), *their)]
+            routers += [(router, over) for router in (our_router(folder, pair, over), *their)]
     async with AsyncExitStack() as stack:
         report_progress("starting the mock workers")
         with processes.running_on(cpus.others):

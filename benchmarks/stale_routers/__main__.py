@@ -52,19 +52,19 @@ def ratios(runs: Runs, side: Side) -> list[float]:
 def table(rate: float, runs: Runs) -> Table:
     layout = Table(*COLUMNS, box=box.MARKDOWN, title=f"{rate:g} requests/s")
     for side in runs:
-        each = mean_of(runs[side])
+        figures = mean_of(runs[side])
         found = ratios(runs, side)
         layout.add_row(
             str(side.routers),
             "-" if side is ONE else "none" if side.age_s is None else f"{side.age_s * 1e3:g} ms",
-            f"{each.in_time:.1%}",
-            f"{each.goodput:.2f}",
+            f"{figures.in_time:.1%}",
+            f"{figures.goodput:.2f}",
             f"{mean(found):.3f} ({min(found):.3f} to {max(found):.3f})",
-            f"{each.short_p50 * 1e3:.0f} / {each.short_p99 * 1e3:.0f} ms",
-            f"{each.long_p50:.2f} / {each.long_p99:.1f} s",
-            f"{each.tpot_p50 * 1e3:.1f} / {each.tpot_p99 * 1e3:.1f} ms",
-            f"{each.refused:.1%}",
-            f"{each.most:.0f}",
+            f"{figures.short_p50 * 1e3:.0f} / {figures.short_p99 * 1e3:.0f} ms",
+            f"{figures.long_p50:.2f} / {figures.long_p99:.1f} s",
+            f"{figures.tpot_p50 * 1e3:.1f} / {figures.tpot_p99 * 1e3:.1f} ms",
+            f"{figures.refused:.1%}",
+            f"{figures.most:.0f}",
         )
     return layout
 

@@ -181,10 +181,10 @@ def refuse_conflicts(worker: WorkerConfig, others: list[Worker], config: FleetCo
     """Raise `AdminError` if a worker cannot join the fleet."""
     problems = []
     place = None if worker.address is None else server_at(*worker.address)
-    ours = (config.router, config.router.admin)
+    router_ports = (config.router, config.router.admin)
     if place is None:
         problems.append(Problem("url", "missing; write http://host:port"))
-    elif place in {server_at(each.host, each.port) for each in ours}:
+    elif place in {server_at(port.host, port.port) for port in router_ports}:
         problems.append(Problem("url", "is this router's own address; give that of a worker"))
     if worker.launch is not None:
         problems.append(Problem("launch", "only `vllm-sched up` starts workers; remove it"))

@@ -107,11 +107,11 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
 
 def _named(problem: Problem, data: Mapping[str, Any]) -> Problem:
     """Add the name of the entry of a list; in a long list its number is no help."""
-    if (found := ENTRY.match(problem.path)) is None:
+    if (match := ENTRY.match(problem.path)) is None:
         return problem
     place: Any = data
     try:
-        for key in (*found[1].split("."), int(found[2]), "name"):
+        for key in (*match[1].split("."), int(match[2]), "name"):
             place = place[key]
     except (LookupError, TypeError):
         return problem
@@ -188,10 +188,10 @@ def _parse_block(
         try:
             return kind.model_validate(raw)
         except ValidationError as error:
-            found = error.errors(include_url=False)
+            details = error.errors(include_url=False)
         if errors is not None:
-            errors += found
-        for detail in found:
+            errors += details
+        for detail in details:
             raw = _remove_field(raw, detail["loc"])
         if name and isinstance(raw, dict):
             raw = {"name": name} | raw

@@ -266,16 +266,16 @@ async def _post(worker: Worker, body: bytes, request_id: bytes) -> dict[str, Any
     try:
         with closing(_client(worker)) as client:
             status, text = await client.post("/v1/completions", body, request_id)
-        found = orjson.loads(text) if status == HTTPStatus.OK else None
+        parsed = orjson.loads(text) if status == HTTPStatus.OK else None
     except (ProbeError, ValueError) as error:
         raise LegError(f"{worker.name}: {error}") from None
     if status in KEY_REQUIRED and not worker.spec.api_key:
         raise NoKeyError(f"{worker.name} requires a key (status {status})")
     if status != HTTPStatus.OK:
         raise LegError(f"{worker.name}: status {status}")
-    if type(found) is not dict:
+    if type(parsed) is not dict:
         raise LegError(f"{worker.name}: the response is not a JSON object")
-    return found
+    return parsed
 
 
 def _side(worker: Worker) -> Side:

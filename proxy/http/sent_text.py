@@ -178,15 +178,15 @@ class RestOfText:
 
     def _new_in(self, event: bytes) -> bytes:
         """Return the part of an event that the client does not have."""
-        found = DATA.search(event)
-        if found is None:
+        match = DATA.search(event)
+        if match is None:
             return b""
         if FAILED.search(event) is not None:
-            raise EngineFailedError(message_in(found[1]))
-        if found[1].startswith(DONE):  # without a reason of the end
+            raise EngineFailedError(message_in(match[1]))
+        if match[1].startswith(DONE):  # without a reason of the end
             raise TextDiffersError
         try:
-            whole = parse_event(found[1])
+            whole = parse_event(match[1])
             parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
         except OtherOutputError:
             raise TextDiffersError from None
@@ -204,7 +204,7 @@ class RestOfText:
             return b""
         if not known:
             return event
-        return event[: found.start(1)] + remove_known(parts, whole) + event[found.end(1) :]
+        return event[: match.start(1)] + remove_known(parts, whole) + event[match.end(1) :]
 
     def _end_early(self) -> None:
         """Handle an end before the text of the client."""
@@ -259,10 +259,10 @@ class RestBehindText(RestOfText):
 
 def message_in(data: bytes) -> str:
     """Return the message of a failure."""
-    found = MESSAGE.search(data)
-    if found is None:
+    match = MESSAGE.search(data)
+    if match is None:
         return "it stopped"
-    return found[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace")
+    return match[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace")
 
 
 def ends_output(event: dict[str, object]) -> bool:

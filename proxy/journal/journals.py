@@ -55,11 +55,11 @@ class Journals:
 
         `since`: when the worker got the request; infinite: only if it is running.
         """
-        found = []
+        streams = []
         for subscriber in self._subscribers.get(worker, ()):
             subscriber.read_all()
-            found += subscriber.journal.streams(request_id, since)
-        return found[0].tokens if len(found) == 1 and found[0].complete else None
+            streams += subscriber.journal.streams(request_id, since)
+        return streams[0].tokens if len(streams) == 1 and streams[0].complete else None
 
     def set_key(self, key: bytes | None) -> None:
         self._key = key
@@ -137,19 +137,20 @@ class Journals:
         for worker, endpoints in wanted.items():
             if worker not in self._endpoints:
                 self._endpoints[worker] = endpoints
-                found = (self._subscribe(worker, endpoint) for endpoint in endpoints)
-                made = self._subscribers[worker] = [each for each in found if each is not None]
-                self._prefixes[worker] = self._follow_prefixes(worker, made)
+                made = (self._subscribe(worker, endpoint) for endpoint in endpoints)
+                subscribers = [subscriber for subscriber in made if subscriber is not None]
+                self._subscribers[worker] = subscribers
+                self._prefixes[worker] = self._follow_prefixes(worker, subscribers)
 
     def _follow_prefixes(
         self, worker: Worker, subscribers: list[JournalSubscriber]
     ) -> list[ResidentPrefixes]:
         index = self._roster.prefixes
-        found = [ResidentPrefixes(index, worker.index) for _ in subscribers]
-        for subscriber, prefixes in zip(subscribers, found, strict=True):
-            prefixes.others = [other for other in found if other is not prefixes]
+        of_engines = [ResidentPrefixes(index, worker.index) for _ in subscribers]
+        for subscriber, prefixes in zip(subscribers, of_engines, strict=True):
+            prefixes.others = [other for other in of_engines if other is not prefixes]
             subscriber.journal.listener = prefixes
-        return found
+        return of_engines
 
     def _remove(self, worker: Worker) -> None:
         del self._endpoints[worker]

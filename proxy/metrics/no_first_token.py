@@ -49,8 +49,8 @@ class NoFirstToken:
         self, worker: str, pool: str, model: str, size: str, seconds: float, *, stream: bool
     ) -> None:
         key = worker, pool, model, size, "true" if stream else "false"
-        found = self.left.get(key) or self._new(key)
-        found.observe(seconds)
+        left = self.left.get(key) or self._new(key)
+        left.observe(seconds)
         if not stream:
             # Creates the series, so that a share of such responses has a divisor.
             self.whole[pool, model, size]

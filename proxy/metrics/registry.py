@@ -147,9 +147,9 @@ class Metrics:
 
     def attach_trace(self, done: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
-        found = self.ttft.get((done.pool, self.model_label(done.model), done.size))
-        if found is not None and done.ttft_s is not None:
-            found.exemplify(done.ttft_s, trace, round(time.time(), 3))
+        series = self.ttft.get((done.pool, self.model_label(done.model), done.size))
+        if series is not None and done.ttft_s is not None:
+            series.exemplify(done.ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
         return self.gaps[pool, size]

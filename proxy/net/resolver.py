@@ -45,13 +45,13 @@ class NoAddressAnswersError(OSError):
 class CachedLookup(NamedTuple):
     """The addresses of a name, or the error of its look-up, and when the entry expires."""
 
-    found: Addresses | BaseException
+    outcome: Addresses | BaseException
     until: float
 
     def result(self) -> Addresses:
-        if isinstance(self.found, BaseException):
-            raise self.found.with_traceback(None)  # a traceback would grow each time
-        return self.found
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome.with_traceback(None)  # a traceback would grow each time
+        return self.outcome
 
 
 class PendingLookup(NamedTuple):
@@ -61,8 +61,8 @@ class PendingLookup(NamedTuple):
 
 def resolve(host: str) -> Addresses:
     """Return the addresses of a name in the system's order; block until they are known."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return tuple(dict.fromkeys(_address_text(entry[4]) for entry in found))
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(_address_text(entry[4]) for entry in addresses))
 
 
 def _address_text(address: tuple[Any, ...]) -> str:
@@ -111,9 +111,9 @@ class Resolver:
             self._known[host] = known._replace(until=0.0)
 
     def _begin(self, host: str, now: float) -> PendingLookup:
-        found = self._under_way.get(host)
-        if found is not None:
-            return found
+        lookup = self._under_way.get(host)
+        if lookup is not None:
+            return lookup
         answer: Future[Addresses] = Future()
         answer.set_running_or_notify_cancel()  # waiters can't cancel it
         look_up = self._under_way[host] = PendingLookup(now, answer)
@@ -147,11 +147,11 @@ class Resolver:
                     return
                 host, answer = self._waiting.popleft()
             try:
-                found = self._ask(host)
+                addresses = self._ask(host)
             except Exception as error:  # `UnicodeError` for an invalid name
                 answer.set_exception(error)
             else:
-                answer.set_result(found)
+                answer.set_result(addresses)
 
     def _cache_result(self, host: str, answer: Future[Addresses]) -> None:
         """Cache a result. Runs in the look-up's thread, so a cancelled waiter does not lose it."""
@@ -160,7 +160,7 @@ class Resolver:
             self._known.clear()
         if error is None:
             self._known[host] = CachedLookup(answer.result(), time.monotonic() + CACHE_TTL_S)
-        elif known is None or _is_final(error) or isinstance(known.found, BaseException):
+        elif known is None or _is_final(error) or isinstance(known.outcome, BaseException):
             self._known[host] = CachedLookup(error, 0.0)
         self._under_way.pop(host, None)
 

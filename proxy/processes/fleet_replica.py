@@ -94,9 +94,9 @@ class FleetReplica:
                 known.append(self._describe_worker(worker))
         warm = self._warm_links()
         send_all, self._sends_all = self._sends_all, False
-        found = self._discovery.endpoints_by_pool()
-        discovered = None if found == self._discovered else found
-        self._discovered = found
+        endpoints = self._discovery.endpoints_by_pool()
+        discovered = None if endpoints == self._discovered else endpoints
+        self._discovered = endpoints
         if not (known or gone or warm or send_all or discovered):
             return None
         names = tuple(worker.name for worker in gone if worker.name not in self._fleet.roster)
@@ -158,15 +158,15 @@ class FleetReplica:
         self._checked_versions = seen
         here = {(worker.name, worker.up_since) for worker in self._fleet.roster}
         self._sent_links = {key for key in self._sent_links if key[:2] in here and key[2:] in here}
-        found = []
+        warm = []
         for pool in {self._fleet.roster.pool(model) for model in self._fleet.roster.models()}:
             for prefill in pool.prefills:
                 for decode in pool.all:
                     key = prefill.name, prefill.up_since, decode.name, decode.up_since
                     if key not in self._sent_links and links.is_warm(prefill, decode):
                         self._sent_links.add(key)
-                        found.append((prefill.name, decode.name))
-        return tuple(found)
+                        warm.append((prefill.name, decode.name))
+        return tuple(warm)
 
     # Followers
 

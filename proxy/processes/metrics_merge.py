@@ -83,13 +83,13 @@ def add_up(pages: Iterable[Page]) -> Page:
         for name, family in page.items():
             if name in LEADER_ONLY and name in total:
                 continue
-            found = total.setdefault(name, MergedFamily(family.kind, family.help))
+            merged = total.setdefault(name, MergedFamily(family.kind, family.help))
             adds = family.kind != "gauge" or name in SUMMED
             for series, value in family.series.items():
-                if series not in found.series:
-                    found.series[series] = value
+                if series not in merged.series:
+                    merged.series[series] = value
                 elif adds and name not in SHARED:
-                    found.series[series] += value
+                    merged.series[series] += value
     return total
 
 

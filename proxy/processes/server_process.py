@@ -122,8 +122,8 @@ class ServerProcess:
             await self.ended.wait()
         finally:
             running = [*watching, *self._tasks]  # a drain goes on until its deadline
-            for each in running:
-                each.cancel()
+            for running_task in running:
+                running_task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     def handle(self, message: Message) -> None:
@@ -188,18 +188,18 @@ class ServerProcess:
         self._channel.send(ConfigReloaded(config, keys))
 
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
-        found = await self._ask("decisions", (limit, wanted))
-        entries: list[RecentRequest] = [entry for part in found for entry in part]
+        decisions = await self._ask("decisions", (limit, wanted))
+        entries: list[RecentRequest] = [entry for part in decisions for entry in part]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 
     async def page(self, openmetrics: bool) -> tuple[bytes, str]:
-        found: tuple[bytes, str] = await self._ask("page", openmetrics)
-        return found
+        page: tuple[bytes, str] = await self._ask("page", openmetrics)
+        return page
 
     async def live_updates(self, filters: UpdateRequest) -> list[LiveUpdate]:
-        found: list[LiveUpdate] = await self._ask("live", filters)
-        return found
+        updates: list[LiveUpdate] = await self._ask("live", filters)
+        return updates
 
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         await self._ask("logs", (requests, dict(levels)))
@@ -210,11 +210,11 @@ class ServerProcess:
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
-        found: list[MovedRequests] = await self._ask("move", name)
+        counts: list[MovedRequests] = await self._ask("move", name)
         remaining: Counter[str] = Counter()
-        for _, left in found:
+        for _, left in counts:
             remaining.update(left)
-        return sum(moved for moved, _ in found), remaining
+        return sum(moved for moved, _ in counts), remaining
 
     async def _ask(self, kind: QuestionKind, argument: object) -> Any:
         number = next(self._numbers)
@@ -228,8 +228,8 @@ class ServerProcess:
 
     async def _send_answer(self, question: IpcQuestion) -> None:
         try:
-            found = await self._answer(question.kind, question.argument)
-            self._channel.send(IpcAnswer(question.number, found))
+            answer = await self._answer(question.kind, question.argument)
+            self._channel.send(IpcAnswer(question.number, answer))
         except Exception:
             logger.exception("process %d cannot answer: %s", self._index, question.kind)
             self._channel.send(IpcAnswer(question.number, failed=True))

@@ -337,11 +337,11 @@ class Supervisor:
     async def _ask(self, child: Child, question: IpcQuestion) -> None:
         """Collect the answers of all processes and send them to the sender, the leader's first."""
         number = next(self._numbers)  # senders use their own numbers
-        found = await self.gather(IpcQuestion(number, question.kind, question.argument))
-        answer: object = [*found.values()]
+        answers = await self.gather(IpcQuestion(number, question.kind, question.argument))
+        answer: object = [*answers.values()]
         if question.kind == "page":
             answer = self._totals.merge(
-                found,
+                answers,
                 number=number,
                 serving=self._serving,
                 restarts=self.restarts,

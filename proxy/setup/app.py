@@ -297,13 +297,15 @@ class App:
         new_config, config = config, as_started(config, self.started_with)
         keys = keys or SecretKeys.read(config, str(self.source))
         refuse_anonymous_access(config, config.router.host, str(self.source))
-        found = self.discovery.reconfigure(config, keys.pools)
+        reconfigured = self.discovery.reconfigure(config, keys.pools)
         # From here on nothing can fail.
         self.config, self._keys = new_config, keys
         probe = self.prober.settings = config.router.probe
         self.fleet.health.down_after, self.fleet.health.up_after = probe.down_after, probe.up_after
         # Followers get their workers from the leader.
-        workers = [w.spec for w in self.fleet.roster] if follows else [*found, *specs(config)]
+        workers = (
+            [w.spec for w in self.fleet.roster] if follows else [*reconfigured, *specs(config)]
+        )
         self.router.reconfigure(router_settings(config), workers)
         apply_tenants(self.router.tenants, config, keys.tenants)
         self.admin_key.set(keys.admin)

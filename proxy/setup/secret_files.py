@@ -27,10 +27,10 @@ def read_secret(
     read: Callable[[RouterConfig], T | Problem | None], router: RouterConfig, source: str
 ) -> T | None:
     """Return a secret; None if none is configured, `ConfigError` if it cannot be read."""
-    found = read(router)
-    if isinstance(found, Problem):
-        raise ConfigError(source, [found])
-    return found
+    secret = read(router)
+    if isinstance(secret, Problem):
+        raise ConfigError(source, [secret])
+    return secret
 
 
 def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
@@ -38,8 +38,8 @@ def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
     if draft.router is None:
         return
     for read in (admin_key, journal_key, redis_password, database_password):
-        if isinstance(found := read(draft.router), Problem):
-            yield found
+        if isinstance(secret := read(draft.router), Problem):
+            yield secret
 
 
 def admin_key(router: RouterConfig) -> str | Problem | None:

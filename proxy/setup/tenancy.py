@@ -108,8 +108,8 @@ def _key_texts(
 
 
 def _digest(text: str) -> bytes | None:
-    if found := HASH_PATTERN.fullmatch(text):
-        return bytes.fromhex(found[1])
+    if match := HASH_PATTERN.fullmatch(text):
+        return bytes.fromhex(match[1])
     if text.lower().startswith("sha256:"):
         return None  # a malformed hash; it must not be accepted as a plain key
     return sha256(text.encode()).digest() if KEY_PATTERN.fullmatch(text) else None

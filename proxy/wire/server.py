@@ -194,12 +194,12 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            found = (
+            refusal = (
                 extension.refuse_disabled(head)
                 if self.extension is None
                 else self.extension.find(head)
             )
-            route = found or route
+            route = refusal or route
         if isinstance(route, Refusal):
             head.refusal = route
         else:

@@ -31,7 +31,7 @@ def require_folders(*paths: Path | None) -> None:
 
 def require_place(folder: Path) -> None:
     """Raise `UsageError` unless a folder for pictures exists or can be created."""
-    there = next(each for each in (folder, *folder.parents) if _is_there(each))
+    there = next(parent for parent in (folder, *folder.parents) if _is_there(parent))
     if not _is_folder(there):
         raise UsageError(f"--plot {folder}: {there} is a file; name a folder for the pictures")
     _require_writable(folder, there)
@@ -105,5 +105,5 @@ class Output(Console):
         if path is not None:
             with writing(path):
                 written = write(path)
-            for each in (path,) if written is None else written:
-                self.print_text(f"{verb} {each}")
+            for file in (path,) if written is None else written:
+                self.print_text(f"{verb} {file}")

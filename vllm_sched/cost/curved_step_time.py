@@ -50,7 +50,7 @@ class CurvedStepTime(StepTime):
         if steps <= 0:
             return 0.0
         # Jensen: with the convex hull below the curve, equal steps take least.
-        each = tokens / steps
+        step_tokens = tokens / steps
         hull: list[tuple[float, float]] = []
         points = [*zip(self.knots, self.knots_s, strict=True), (FAR, self.curve_seconds(FAR))]
         for point in points[1:]:  # not the knot at 0 tokens
@@ -58,10 +58,10 @@ class CurvedStepTime(StepTime):
                 hull.pop()
             hull.append(point)
         # One token is the least that a step has.
-        at = max(bisect_right(hull, (each, math.inf)) - 1, 0)
+        at = max(bisect_right(hull, (step_tokens, math.inf)) - 1, 0)
         start, end = hull[at], hull[min(at + 1, len(hull) - 1)]
         rise = _slope(start, end) if end > start else 0.0
-        return steps * (start[1] + rise * max(each - start[0], 0.0))
+        return steps * (start[1] + rise * max(step_tokens - start[0], 0.0))
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int

@@ -108,11 +108,11 @@ class Database:
 
 def first_few(rows: Iterable[Row], max_bytes: int = 0) -> list[Any]:
     """Return the first names with a total size up to `max_bytes`, or LARGE_BYTES; at least one."""
-    found: list[Any] = []
+    names: list[Any] = []
     left = max_bytes or LARGE_BYTES
     for name, size in rows:
         left -= size
-        if found and left < 0:
+        if names and left < 0:
             break
-        found.append(name)
-    return found
+        names.append(name)
+    return names

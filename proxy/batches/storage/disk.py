@@ -174,7 +174,7 @@ class DiskRoom:
 def database_identity(folder: Path) -> tuple[int, int] | None:
     """Return the device and inode of a folder's database; None if it is missing."""
     try:
-        found = (folder / DATABASE).stat()
+        status = (folder / DATABASE).stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -101,13 +101,13 @@ class SqliteBackend(Backend):
         return self._lock.is_held and session == self._session
 
     def lines(self, batch: str, after: int, limit: int, max_bytes: int) -> list[Row]:
-        found: list[Row] = []
+        lines: list[Row] = []
         for line in self.execute(NEXT_LINES, (batch, after, limit)):
             max_bytes -= line[-1]
-            if found and max_bytes < 0:
+            if lines and max_bytes < 0:
                 break
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
 
     def release_lines(self, batch: str, numbers: Sequence[int]) -> None:
         """Do nothing: there are no claims."""
@@ -120,12 +120,12 @@ class SqliteBackend(Backend):
         row = self.execute("SELECT rowid FROM files WHERE id = ?", (file_id,)).fetchone()
         if row is None:
             return [b""] * len(places)
-        found: list[bytes] = []
+        contents: list[bytes] = []
         with self.connection.blobopen("files", "content", row[0], readonly=True) as blob:
             for start, size in places:
                 blob.seek(start)
-                found.append(blob.read(size))
-        return found
+                contents.append(blob.read(size))
+        return contents
 
     def check_room(self, size: int) -> None:
         self.room.check(size)

@@ -66,8 +66,8 @@ class Store(FileStore):
             self.backend.insert("batches", BATCH_COLUMNS, [tuple(row.values())])
 
     def batch(self, tenant: str, batch_id: str) -> Batch | None:
-        found = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
-        return found[0] if found else None
+        batches = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
+        return batches[0] if batches else None
 
     def batches(self, tenant: str, page: ListPage) -> list[Batch]:
         """Return a page of a tenant's batches, and one more batch if there are more."""
@@ -135,12 +135,12 @@ class Store(FileStore):
 
     def _end_validation(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
         with self.backend.writing():
-            found = self._batches("id = ?", (batch.id,))
-            if not found or found[0].status is not Status.VALIDATING:
+            batches = self._batches("id = ?", (batch.id,))
+            if not batches or batches[0].status is not Status.VALIDATING:
                 return False
             for name, value in changes.items():
-                setattr(found[0], name, value)
-            self._set_status(found[0], status, now)
+                setattr(batches[0], name, value)
+            self._set_status(batches[0], status, now)
         return True
 
     def next_jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:

@@ -80,8 +80,8 @@ def shared_tokens(worker: Worker, info: RequestInfo) -> int:
     prefix = info.prefix
     if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
-    found = worker.running_prefixes.shared_tokens(prefix)
-    return found - int(found * max(worker.pace.missing, worker.kv_unshared))
+    shared = worker.running_prefixes.shared_tokens(prefix)
+    return shared - int(shared * max(worker.pace.missing, worker.kv_unshared))
 
 
 def _share_prefix(lease: Lease) -> None:
@@ -91,8 +91,8 @@ def _share_prefix(lease: Lease) -> None:
         return
     per_byte = info.prompt_tokens / info.prefix_bytes
     before = prefixes.tokens
-    lease.holds, found = prefixes.add_request(prefix, per_byte)
-    again = int(found * max(worker.pace.missing, worker.kv_unshared))
+    lease.holds, shared = prefixes.add_request(prefix, per_byte)
+    again = int(shared * max(worker.pace.missing, worker.kv_unshared))
     alone = again - int(COVERED[len(prefix)] * per_byte)
     lease.kv_tokens += alone
     worker.kv_tokens += alone + prefixes.tokens - before

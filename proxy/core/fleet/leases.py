@@ -68,19 +68,19 @@ class Attempts:
 
     def after(self, failure: LegFailure, leg: Worker, now: float) -> Attempts:
         """Return the attempts after a failure of the leg on a worker."""
-        worker, found = failure.avoid, self
+        worker, attempts = failure.avoid, self
         if failure.outcome is ERRED:
-            found = replace(found, erred_on=(*self.erred_on, leg.name))
+            attempts = replace(attempts, erred_on=(*self.erred_on, leg.name))
         if worker is None:
-            return replace(found, moved=True)
+            return replace(attempts, moved=True)
         if failure.dropped:
-            found = replace(found, drops=self.drops + 1, retry_at=now + RETRY_PAUSE_S)
+            attempts = replace(attempts, drops=self.drops + 1, retry_at=now + RETRY_PAUSE_S)
         if not failure.free:
-            found = replace(found, failures=self.failures + 1)
+            attempts = replace(attempts, failures=self.failures + 1)
         if not (self.continues and failure.outcome in PASSING):
-            return replace(found, tried=self.tried | {worker})
+            return replace(attempts, tried=self.tried | {worker})
         return replace(
-            found,
+            attempts,
             paused=self.paused | {worker},
             paused_until=now + PAUSE_S,
             failing_since=self.failing_since if self.paused else now,

@@ -68,14 +68,14 @@ class Roster:
 
     def contexts(self) -> dict[str, int | None]:
         """Return the models of live workers, with their largest contexts."""
-        found: dict[str, int | None] = {}
+        largest: dict[str, int | None] = {}
         for worker in self:
             if not worker.is_live:
                 continue
             for model in worker.models:
-                limits = [limit for limit in (found.get(model), worker.max_model_len) if limit]
-                found[model] = max(limits, default=None)
-        return found
+                limits = [limit for limit in (largest.get(model), worker.max_model_len) if limit]
+                largest[model] = max(limits, default=None)
+        return largest
 
     def origin(self, model: str) -> Origin:
         """Return the loaded model, and the base model of an adapter."""
@@ -96,8 +96,8 @@ class Roster:
         return self._by_model.get(model, [])
 
     def pool(self, model: str) -> Pool:
-        found = self._pools.get(model)
-        return found if found is not None else self._make_pool(model)
+        pool = self._pools.get(model)
+        return pool if pool is not None else self._make_pool(model)
 
     def _make_pool(self, model: str) -> Pool:
         workers = self._by_model.get(model)

@@ -87,8 +87,8 @@ class ResidentPrefixes:
         if prompt is None:
             return
         self._prompts[number] = prompt
-        if (found := self._found.pop(number, -1)) >= 0:
-            self.record_found(number, found)
+        if (cached := self._found.pop(number, -1)) >= 0:
+            self.record_found(number, cached)
         if resident := self._resident.pop(number, 0):
             self.record_resident(number, resident)
 
@@ -126,14 +126,14 @@ class ResidentPrefixes:
         if hashes and tokens + self.block_tokens > prompt.prompt_tokens:
             self._record_ends(prompt, tokens)
 
-    def _extends_prompt(self, earlier: NamedPrompt, prompt: NamedPrompt, found: int) -> bool:
+    def _extends_prompt(self, earlier: NamedPrompt, prompt: NamedPrompt, cached: int) -> bool:
         """Return whether a prompt begins with a whole one; learn if it found its response."""
         block, size = self.block_tokens, earlier.prompt_tokens
-        if prompt.prompt_bytes <= earlier.prompt_bytes or found < size // block * block:
+        if prompt.prompt_bytes <= earlier.prompt_bytes or cached < size // block * block:
             return False
-        may_have_it = found > size or prompt.prompt_tokens > earlier.end
+        may_have_it = cached > size or prompt.prompt_tokens > earlier.end
         if earlier.end - size > block and may_have_it:
-            has_response = found > size
+            has_response = cached > size
             self._responses_found += LEARNING_RATE * (has_response - self._responses_found)
         return True
 
@@ -141,8 +141,8 @@ class ResidentPrefixes:
         """Note the cached tokens of prompts that begin with this one."""
         last, prompt.end = prompt.hashes[-1], tokens
         self._ends[last] = prompt
-        found = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
-        self._index.record_prompt_end(last, self._worker, found)
+        end = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
+        self._index.record_prompt_end(last, self._worker, end)
 
     def record_evicted(self, number: int, first: int, last: int) -> None:
         if (prompt := self._prompts.get(number)) is None:

@@ -77,8 +77,8 @@ class Session:
         return _may_have(hashes, *self.tail)
 
     def tokens_on(self, worker: int, since: float) -> int:
-        found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
-        return next(found, 0)
+        tokens = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
+        return next(tokens, 0)
 
     def add_visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
@@ -130,14 +130,14 @@ class Sessions:
 
     def get_or_create(self, key: int, now: float) -> Session:
         sessions = self._sessions
-        found = sessions.get(key)
-        if found is None:
+        session = sessions.get(key)
+        if session is None:
             self._forget_idle(now)
-            found = sessions[key] = Session(key, now)
+            session = sessions[key] = Session(key, now)
         else:
-            found.seen_at = now
+            session.seen_at = now
             sessions.move_to_end(key)
-        return found
+        return session
 
     def rename(self, session: Session, key: int) -> None:
         """Change the key of a session: its last response names it."""

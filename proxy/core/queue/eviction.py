@@ -95,7 +95,7 @@ def _choose_last(
         else fifo.tickets
         for fifo in fifos
     }
-    left = {key: len(found) for key, found in tickets.items()}
+    left = {key: len(waiting) for key, waiting in tickets.items()}
     evicted: list[Ticket] = []
     while max(excess) > 0 and len(evicted) < MAX_EVICTED:
         evictable = [fifo for fifo in fifos if left[fifo.key] and yields(fifo)]

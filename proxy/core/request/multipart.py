@@ -28,8 +28,8 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
     boundary = parameter.split(b";")[0].strip().strip(b'"')
     if not boundary:
         return {}
-    found = ((name, _field(body, name.encode(), b"--" + boundary)) for name in NAMES)
-    return {name: value for name, value in found if value is not None}
+    values = ((name, _field(body, name.encode(), b"--" + boundary)) for name in NAMES)
+    return {name: value for name, value in values if value is not None}
 
 
 def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:

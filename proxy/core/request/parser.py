@@ -350,10 +350,10 @@ def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
 
 def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
     """Check that a body can be edited, and note where the fields to edit are."""
-    found, edits = check_members(body, mask), info.fields
-    if found is not None and edits is not None:
+    in_body, edits = check_members(body, mask), info.fields
+    if in_body is not None and edits is not None:
         names = {name.encode() for name in edits}
-        info.found_members = [member for member in found if member.name in names]
+        info.found_members = [member for member in in_body if member.name in names]
 
 
 def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:
@@ -375,9 +375,9 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
     start = body.find(key)
     if start > MIN_BYTES_BEFORE and shape is not PROMPT:
         for before in KEYS_BEFORE:  # templates put tools and system first
-            found = body.find(before, 0, start)
-            if found >= 0:
-                start = found
+            begin = body.find(before, 0, start)
+            if begin >= 0:
+                start = begin
     return start
 
 
@@ -387,7 +387,7 @@ def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: 
     following = names.index(key) + 1 if key in fields else len(names)
     if following < len(names) and names[following].isascii():
         last = max(start, end - MAX_BYTES_AFTER)
-        found = body.rfind(b'"' + names[following].encode() + b'"', last)
-        end = found if found >= 0 else end
+        next_key = body.rfind(b'"' + names[following].encode() + b'"', last)
+        end = next_key if next_key >= 0 else end
     closing = body[max(start, end - MAX_CLOSING_BYTES) : end]
     return end - len(closing) + len(closing.rstrip(CLOSING))

@@ -54,8 +54,8 @@ class Sizer:
         """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is None:
             return self._priors[model, route].base
-        found = tenant.learned.get((model, route))
-        return found if found is not None else self._priors[model, route].median()
+        learned = tenant.learned.get((model, route))
+        return learned if learned is not None else self._priors[model, route].median()
 
     def _learning_rates(self, info: RequestInfo) -> LearnedSizes:
         tenant, prior = info.tenant, self.prior(info.model, info.route)
@@ -230,9 +230,9 @@ def use_known_prefix(info: RequestInfo, tokens: int, size: int) -> None:
     info.sure_prompt = first - error
     whole = max(info.bytes_before + info.prefix_bytes, info.text_bytes)
     rest = max(whole - size, 0) / whole
-    found = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
-    info.prompt_tokens = info.largest_prompt = found
-    info.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
+    estimate = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
+    info.prompt_tokens = info.largest_prompt = estimate
+    info.prompt_error = int(max(error * rest, min(error, MIN_BAND * estimate)))
 
 
 def enlarge(info: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
@@ -265,10 +265,10 @@ def _read_output_limit(route: Route, body: dict[str, Any]) -> tuple[int | None, 
 
 def _read_samples(value: object) -> int:
     """Return the samples; unclear text may mean any number to a worker."""
-    found = parse_count(value)
-    if found is None and type(value) is str:
+    count = parse_count(value)
+    if count is None and type(value) is str:
         return MAX_SAMPLES
-    return found or 1
+    return count or 1
 
 
 def _apply_truncation(info: RequestInfo, prompts: int, max_tokens: int | None = None) -> None:

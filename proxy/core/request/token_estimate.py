@@ -107,15 +107,15 @@ def json_bytes(value: JSON) -> int:
 
 def _text_length(value: JSON) -> int:
     """Return the length of all texts, plus 2 per other value."""
-    found, left = 0, [value]
+    length, left = 0, [value]
     while left:
         item = left.pop()
-        found += len(item) if type(item) is str else 2
+        length += len(item) if type(item) is str else 2
         if type(item) is list:
             left += item
         elif type(item) is dict:
             left += item.values()
-    return found
+    return length
 
 
 def _longest_prompt(prompts: list[JSON]) -> int:

@@ -120,7 +120,7 @@ def choose_other_decode(
     info, prefill_leg, handover = lease.info, lease.prefill, lease.decision.handover
     if prefill_leg is None or handover is None:
         return None
-    found = [
+    ranked = [
         (wait_s, worker.requests, worker.last_used, worker)
         for worker in workers
         if worker.role is DECODE
@@ -132,7 +132,7 @@ def choose_other_decode(
         and not links.is_unusable(prefill_leg.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=info.long)) + handover.transfer_s <= within_s
     ]
-    return min(found)[-1] if found else None
+    return min(ranked)[-1] if ranked else None
 
 
 def consider_handover(decision: Decision, view: View) -> Decision | None:

@@ -66,9 +66,9 @@ class Answer(NamedTuple):
     verdicts: list[tuple[Limit | None, float]]  # what each new request exceeds, and for how long
 
     @classmethod
-    def read(cls, found: Sequence[int], requests: int) -> Answer:
+    def read(cls, reply: Sequence[int], requests: int) -> Answer:
         """Read the script's answer; raise an error if it is for another number of requests."""
-        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *pairs = found
+        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *pairs = reply
         if len(pairs) != 2 * requests:
             raise ValueError("an answer for another number of requests")
         verdicts = [
@@ -220,7 +220,7 @@ class SharedLimiter:
             return
         self._edition = self._tenants.edition
         here = set(self._tenants)
-        self._known = {tenant: each for tenant, each in self._known.items() if tenant in here}
+        self._known = {tenant: limits for tenant, limits in self._known.items() if tenant in here}
         for tenant in here - self._known.keys():
             tenant.ledger.remote_limits = self._known[tenant] = TenantLimits(self, tenant)
         self._divide_limits()

@@ -61,7 +61,7 @@ class Notices:
         if update.whole:
             update.drains = {**self._drains, **self._new_drains}
             newest = dict.fromkeys(list(self._responses.values())[-MAX_RESPONSES_SENT:])
-            responses = [*(found for found in responses if found not in newest), *newest]
+            responses = [*(response for response in responses if response not in newest), *newest]
         update.responses, self._new_drains = responses, {}
 
     def apply(self, update: Update) -> None:
@@ -71,7 +71,7 @@ class Notices:
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
                 _keep(self._drains, name, state, MAX_DRAINS)
                 self._send(WorkerDrained(name, draining, at_once))
-        new = [found for found in update.responses if found[0] not in self._responses]
+        new = [response for response in update.responses if response[0] not in self._responses]
         for response in new:
             _keep(self._responses, response[0], response, MAX_RESPONSES)
         if new:

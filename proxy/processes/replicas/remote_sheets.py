@@ -280,10 +280,10 @@ class RemoteSheets:
             self._end(member, index)
         del self.members[member.name]
 
-    def _add_history(self, found: dict[str, Settled]) -> None:
+    def _add_history(self, history: dict[str, Settled]) -> None:
         """Add processes that ended, each once."""
         marks: set[int] = set()
-        for name, settled in found.items():
+        for name, settled in history.items():
             if name in self._folded_names:
                 continue  # of a host that has not forgotten it yet
             before = self.history.setdefault(name, {})

@@ -90,11 +90,11 @@ class SharedQueues:
         return length, size, tokens
 
     def oldest(self, model: str) -> dict[Rank, float]:
-        found: dict[Rank, float] = {}
+        arrivals: dict[Rank, float] = {}
         for size in SIZES:
             for rank, front in self._fronts_at(Place(model, size)):
-                found[rank] = min(found.get(rank, front.oldest), front.oldest)
-        return found
+                arrivals[rank] = min(arrivals.get(rank, front.oldest), front.oldest)
+        return arrivals
 
     def last_dispatch(self, model: str) -> LastDispatch:
         at = place_index(Place(model, ""))

@@ -47,10 +47,10 @@ def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> by
     elif head.path == MODELS:
         body = models(roster, head.tenant)
     elif head.path.startswith(ONE_MODEL):
-        found = model(roster, _named(head.path), head.tenant)
-        if isinstance(found, Refusal):
-            return refuse(found, request, keep_alive=keep_alive)
-        body = found
+        response = model(roster, _named(head.path), head.tenant)
+        if isinstance(response, Refusal):
+            return refuse(response, request, keep_alive=keep_alive)
+        body = response
     headers = [(b"X-Request-Id", request.id)]
     return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
 

@@ -99,25 +99,25 @@ def find_output(
 
     `regenerates`: without tokens and text, it may begin anew.
     """
-    found: Output | Obstacle = find_tokens(exchange, lease, response, since)
-    if not isinstance(found, Obstacle):
-        if not (found and may_use_text(exchange)) or others_take_tokens(exchange, lease):
-            return found
+    output: Output | Obstacle = find_tokens(exchange, lease, response, since)
+    if not isinstance(output, Obstacle):
+        if not (output and may_use_text(exchange)) or others_take_tokens(exchange, lease):
+            return output
         by_text = find_text(exchange)
-        return found if isinstance(by_text, Obstacle) else by_text
-    if found.reason != NO_TOKENS:
-        return found
+        return output if isinstance(by_text, Obstacle) else by_text
+    if output.reason != NO_TOKENS:
+        return output
     if may_use_text(exchange):
-        found = find_text(exchange)
+        output = find_text(exchange)
     sent = exchange.sent_text
-    if not isinstance(found, Obstacle) or sent is None or not regenerates:
-        return found
-    return () if may_regenerate(exchange, sent) else found
+    if not isinstance(output, Obstacle) or sent is None or not regenerates:
+        return output
+    return () if may_regenerate(exchange, sent) else output
 
 
 def others_take_tokens(exchange: AttemptOwner, lease: Lease) -> bool:
     workers = exchange.wire.router.fleet.roster.pool(lease.info.model).all
-    return any(each.can_continue and each is not lease.worker for each in workers)
+    return any(worker.can_continue and worker is not lease.worker for worker in workers)
 
 
 def find_text(exchange: AttemptOwner) -> Output | Obstacle:
@@ -132,8 +132,8 @@ def find_text(exchange: AttemptOwner) -> Output | Obstacle:
         return ()
     if field := why_not_by_text(body, exchange.route.shape):
         return Obstacle(FIELD, field)
-    found = with_text(body, exchange.route.shape, content, record.output_tokens)
-    return Obstacle(NO_TOKENS) if found is None else found
+    continued = with_text(body, exchange.route.shape, content, record.output_tokens)
+    return Obstacle(NO_TOKENS) if continued is None else continued
 
 
 def find_tokens(
@@ -229,14 +229,14 @@ def move_stream(
     sent = exchange.sent_text
     if sent is None or lease is None:
         return False
-    found = find_output(exchange, lease, response, lease.charged_at, regenerates=True)
-    if not isinstance(found, Obstacle):
-        prepare(exchange, lease, response, found)
+    output = find_output(exchange, lease, response, lease.charged_at, regenerates=True)
+    if not isinstance(output, Obstacle):
+        prepare(exchange, lease, response, output)
         refusal = exchange.try_another(now, outcome, error)
         if refusal is None:
             return True
-        found = Obstacle(NO_WORKER, refusal.message)
-    not_continued(exchange, now, found, lease.worker.name)
+        output = Obstacle(NO_WORKER, refusal.message)
+    not_continued(exchange, now, output, lease.worker.name)
     return False
 
 

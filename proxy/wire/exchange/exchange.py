@@ -108,7 +108,7 @@ class Exchange(AttemptOwner):
             return
         self.info = self.record.info = info
         if info.fields is not None:
-            request.body = edit_members(request.body, info.fields, found=info.found_members)
+            request.body = edit_members(request.body, info.fields, known_members=info.found_members)
         self._pending_decision = billing.ask_other_hosts(info, self._admission_decided)
         if self._pending_decision is None:
             self._admit(now, info)

@@ -98,7 +98,7 @@ class WorkerMoves:
         self.worker = worker
         self.moved = 0
         self.ended = asyncio.Event()
-        self._why = {each: WAITS for each in exchanges if each.uses(worker)}
+        self._why = {exchange: WAITS for exchange in exchanges if exchange.uses(worker)}
         self._waiting = deque(self._why)
         self._held: list[ServedExchange] = []  # until the journal has their last tokens
 
@@ -126,7 +126,9 @@ class WorkerMoves:
 
     def remaining(self) -> dict[str, int]:
         """Return how many requests the worker still has, by reason."""
-        return dict(Counter(why for each, why in self._why.items() if each.uses(self.worker)))
+        return dict(
+            Counter(why for exchange, why in self._why.items() if exchange.uses(self.worker))
+        )
 
 
 class Moves:

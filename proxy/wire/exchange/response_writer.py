@@ -243,8 +243,8 @@ class ResponseWriter:
 
 
 def response_id_in(data: bytes) -> str | None:
-    found = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
-    return found[1].decode("latin-1") if found else None
+    match = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
+    return match[1].decode("latin-1") if match else None
 
 
 def usage_of(head: ResponseHead, body: bytes) -> Usage | None:

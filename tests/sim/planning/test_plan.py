@@ -115,8 +115,11 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 
 def test_policy_can_replace_a_second_pool() -> None:
-    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
-    best = FleetSearch(asked).rank_family(ONE_POOL, 2)[0]
+    policies = (DEFAULT, LONG_PROMPT)
+    asked = question(
+        LONGS, "ttft:250", families=(ONE_POOL,), policies=policies, effort=0.1, draws=2
+    )
+    best = FleetSearch(asked).best(2)[0]
     assert best.shape.policy == LONG_PROMPT
 
 
@@ -228,8 +231,8 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
     # The rate falls with the size of the long pool.
     rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
-    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.rank_family(SHORT_LONG, 4)
+    search = FleetSearch(question(LONGS, "ttft:250", families=(SHORT_LONG,), policies=POLICIES))
+    best, *_ = search.best(4)
     assert best.shape.policy == CHUNKS
     assert rated.judged == [best.shape]
     # Only policies close to the best are compared, each with its best shape.
@@ -240,7 +243,7 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
 def test_next_finalist_is_judged_if_the_best_by_one_draw_fails_others(rated: Rated) -> None:
     rated.rate_of = lambda shape: 10.0 + shape.long
     rated.judge = lambda shape: 5.0 if shape == rated.judged[0] else 10.0
-    best, *_ = FleetSearch(question(LONGS, "ttft:250")).rank_family(SHORT_LONG, 4)
+    best, *_ = FleetSearch(question(LONGS, "ttft:250", families=(SHORT_LONG,))).best(4)
     assert best.shape != rated.judged[0] == rated.compared[0]
     assert best.rate == 10.0
 
@@ -250,8 +253,8 @@ def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
     after = iter(range(100))
     rated.rate_of = lambda _: 10.0 * 1.015 ** next(after)
     rated.judge = lambda _: 10.0
-    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.rank_family(ONE_POOL, 2)
+    search = FleetSearch(question(LONGS, "ttft:250", families=(ONE_POOL,), policies=POLICIES))
+    best, *_ = search.best(2)
     assert best.shape.policy == DEFAULT
 
 

@@ -128,8 +128,8 @@ class TokenApi:
                 f"{self._wire.address} runs {running[1].replace('+', ' and ')}, and policies "
                 "change what a step computes; measure a worker started with --policy none"
             )
-        if (found := CACHE_PATTERN.search(page)) is not None:
-            labels = {name: int(value) for name, value in LABEL_PATTERN.findall(found[1])}
+        if (match := CACHE_PATTERN.search(page)) is not None:
+            labels = {name: int(value) for name, value in LABEL_PATTERN.findall(match[1])}
             blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)
             if blocks and block:
                 # If groups of layers share the blocks, a token takes several.

@@ -141,7 +141,7 @@ def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
 async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
     try:
         served = json.loads(await wire.get(MODELS, LIST_S))["data"]
-        models: dict[str, Any] = {each["id"]: each for each in served}
+        models: dict[str, Any] = {model["id"]: model for model in served}
     except WireError as error:
         if endpoint.model and str(error).startswith(NO_LIST_STATUSES):
             return endpoint  # no model list: try the given model

@@ -68,7 +68,7 @@ class EventStream:
         # Some servers send the usage without choices, where most send an empty list.
         alone = isinstance(usage, dict) and "error" not in message
         choices = message.get("choices", [] if alone else None)
-        if not (isinstance(choices, list) and all(isinstance(each, dict) for each in choices)):
+        if not (isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)):
             self._outcome.error = excerpt(payload)
             return
         if any(map(_carries_a_token, choices)):
@@ -82,8 +82,8 @@ class EventStream:
         outcome = self._outcome
         outcome.completed = _count(usage, "completion_tokens")
         outcome.prompt_tokens = _count(usage, "prompt_tokens") or outcome.prompt_tokens
-        if isinstance(found := usage.get("prompt_tokens_details"), dict):
-            self.cached_tokens = _count(found, "cached_tokens")
+        if isinstance(details := usage.get("prompt_tokens_details"), dict):
+            self.cached_tokens = _count(details, "cached_tokens")
 
 
 def _payload(event: bytes) -> bytes | None:

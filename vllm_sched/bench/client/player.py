@@ -70,34 +70,36 @@ class PlayedRun:
     @property
     def late_p99(self) -> float:
         """The 99th percentile of the client's delay; at least 0, as timers may fire early."""
-        return max(percentile((each.late for each in self.outcomes), 99) or 0.0, 0.0)
+        return max(percentile((outcome.late for outcome in self.outcomes), 99) or 0.0, 0.0)
 
     def warnings(self) -> list[str]:
-        found = []
+        warnings = []
         if self.late_p99 > LATE_LIMIT_S:
-            found.append(
+            warnings.append(
                 f"this client could not keep up: it sent 1 % of the requests {self.late_p99:.2f} s "
                 "late or more (latencies count from the planned time); reduce the load, or use "
                 "more clients"
             )
         if self.stall > STALL_LIMIT_S:
-            found.append(
+            warnings.append(
                 f"this client had no CPU for up to {self.stall:.2f} s: pauses of that "
                 "length may be its own; measure on an idle machine"
             )
         if self.busy > BUSY_LIMIT:
-            found.append(
+            warnings.append(
                 f"this client took {self.busy:.0%} of a CPU: near 100 % it limits the result; "
                 "use more clients"
             )
         if self.cut:
-            found.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
-        found += unfinished_warning(self.sessions)
+            warnings.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
+        warnings += unfinished_warning(self.sessions)
         if self.short:
-            found.append(f"{self.short} responses ended before the requested length")
+            warnings.append(f"{self.short} responses ended before the requested length")
         if self.uncounted:
-            found.append(f"{self.uncounted} responses had no usage: each event counts as a token")
-        return found
+            warnings.append(
+                f"{self.uncounted} responses had no usage: each event counts as a token"
+            )
+        return warnings
 
 
 async def play(
@@ -189,8 +191,10 @@ class _Player:
             interrupted=self._stop.is_set(),
             cut=self._cut + self._sessions.cut,
             short=sum(
-                each.good and self._endpoint.ignore_eos and each.completed < each.output_tokens
-                for each in self._outcomes
+                outcome.good
+                and self._endpoint.ignore_eos
+                and outcome.completed < outcome.output_tokens
+                for outcome in self._outcomes
             ),
             uncounted=self._uncounted,
             sessions=tuple(self._sessions.played),

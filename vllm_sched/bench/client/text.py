@@ -79,7 +79,7 @@ class Texts:
 
     def joined(self, pieces: Iterable[tuple[object, int]], measure: Measure) -> str:
         """Return the text of pieces (name, tokens); at least a word, because APIs need a prompt."""
-        found = []
+        messages = []
         name: object = ""
         tokens = done = 0
         for name, more in pieces:
@@ -87,9 +87,9 @@ class Texts:
             tokens += more
             words = measure.words(tokens) - done
             if words > 0:
-                found.append(self.text(name, words))
+                messages.append(self.text(name, words))
                 done += words
-        return " ".join(found) or self.text(name, 1)
+        return " ".join(messages) or self.text(name, 1)
 
 
 @dataclass(frozen=True)

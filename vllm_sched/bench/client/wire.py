@@ -146,8 +146,8 @@ class Wire:
             raise WireError(str(error)) from None
 
     def close(self) -> None:
-        for each in list(self._open):
-            each.abort()
+        for connection in list(self._open):
+            connection.abort()
 
     async def _connect(self) -> _Connection:
         loop, limit = asyncio.get_running_loop(), asyncio.timeout(self._connect_s)

@@ -118,32 +118,34 @@ async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> Asyn
     try:
         narrator.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
         if on_cpu():
-            for each in workers:
-                each.start()
-            await asyncio.gather(*(asyncio.to_thread(each.wait_ready) for each in workers))
+            for worker in workers:
+                worker.start()
+            await asyncio.gather(*(asyncio.to_thread(worker.wait_ready) for worker in workers))
         else:
             # vLLM measures free memory at its start, so one worker starts at a time.
-            for each in workers:
-                each.start()
-                await asyncio.to_thread(each.wait_ready)
+            for worker in workers:
+                worker.start()
+                await asyncio.to_thread(worker.wait_ready)
         yield
     finally:
         narrator.step("stopping the workers")
-        await asyncio.gather(*(asyncio.to_thread(each.stop) for each in workers))
+        await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in workers))
 
 
 async def measure(
     contenders: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
 ) -> None:
     """Play the rounds against running workers, in reversed order every second round."""
-    for each in contenders:
-        narrator.step(f"warming up {each.role}")
+    for contender in contenders:
+        narrator.step(f"warming up {contender.role}")
         # The whole workload, so that policies learn what they would know in production.
-        await play_round(each, plan, plan.workload, 0, narrator)
+        await play_round(contender, plan, plan.workload, 0, narrator)
     for number in range(1, plan.rounds + 1):
-        for each in contenders if number % 2 else reversed(contenders):
-            narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.label})")
-            each.rounds.append(await play_round(each, plan, plan.workload, number, narrator))
+        for contender in contenders if number % 2 else reversed(contenders):
+            narrator.step(f"round {number} of {plan.rounds}, {contender.role} ({contender.label})")
+            contender.rounds.append(
+                await play_round(contender, plan, plan.workload, number, narrator)
+            )
 
 
 async def compare(
@@ -159,12 +161,12 @@ async def compare(
         contender("baseline", baseline, plan, trace=trace),
         contender("candidate", candidate, plan, trace=trace),
     )
-    async with running([each.worker for each in sides], narrator):
+    async with running([side.worker for side in sides], narrator):
         await measure(sides, plan, narrator)
-        for each in sides:
-            if each.trace is not None:
-                narrator.step(f"reading the trace of {each.role}")
-                each.stories = await asyncio.to_thread(engine_trace.fetch, each.worker, each.trace)
+        for side in sides:
+            if side.trace is not None:
+                narrator.step(f"reading the trace of {side.role}")
+                side.stories = await asyncio.to_thread(engine_trace.fetch, side.worker, side.trace)
     return Comparison(plan, sides)
 
 
@@ -178,7 +180,7 @@ class Comparison:
     @property
     def figures(self) -> dict[str, list[report.Figure]]:
         first, *others = self.contenders
-        return {each.role: report.figures(first.rounds, each.rounds) for each in others}
+        return {other.role: report.figures(first.rounds, other.rounds) for other in others}
 
     @property
     def drawn(self) -> tuple[Contender, Contender]:
@@ -187,7 +189,7 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        return any(each.failed for each in self.contenders)
+        return any(contender.failed for contender in self.contenders)
 
     @property
     def disturbed(self) -> list[int]:
@@ -195,14 +197,14 @@ class Comparison:
         return [
             index
             for index in range(self.plan.rounds)
-            if any(each.rounds[index].stall > STALL_LIMIT_S for each in self.contenders)
+            if any(contender.rounds[index].stall > STALL_LIMIT_S for contender in self.contenders)
         ]
 
     def warning(self) -> str:
         """Return a warning if the machine was too busy to measure; otherwise an empty text."""
         if not self.disturbed:
             return ""
-        worst = max(played.stall for each in self.contenders for played in each.rounds)
+        worst = max(played.stall for contender in self.contenders for played in contender.rounds)
         return (
             f"{len(self.disturbed)} of {self.plan.rounds} rounds were disturbed: because of other "
             f"work on this machine the client had no CPU for up to {worst:.2f} s; measure again "
@@ -217,7 +219,7 @@ class Comparison:
             return report.percentile(samples, 50) or 0.0
 
         def gain(index: int) -> float:
-            theirs, ours = (median_ttft(each.rounds[index]) for each in self.drawn)
+            theirs, ours = (median_ttft(contender.rounds[index]) for contender in self.drawn)
             return ours / theirs if theirs else 0.0
 
         everything = range(self.plan.rounds)
@@ -226,8 +228,8 @@ class Comparison:
         return by_gain[len(by_gain) // 2]
 
     def table(self) -> Table:
-        labels = [each.label for each in self.contenders]
-        failed = [len(each.failed) for each in self.contenders]
+        labels = [contender.label for contender in self.contenders]
+        failed = [len(contender.failed) for contender in self.contenders]
         return report.table(labels, [*self.figures.values()], failed)
 
     def to_json(self) -> dict[str, Any]:
@@ -242,7 +244,7 @@ class Comparison:
                 "lone_samples": self.plan.lone_samples,
             },
             "warning": self.warning(),
-            "sides": {each.role: _side_json(each) for each in self.contenders},
+            "sides": {contender.role: _side_json(contender) for contender in self.contenders},
             "figures": figures if len(figures) > 1 else next(iter(figures.values())),
         }
 
@@ -250,12 +252,12 @@ class Comparison:
         write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
-def _side_json(each: Contender) -> dict[str, Any]:
+def _side_json(contender: Contender) -> dict[str, Any]:
     return {
-        **each.facts,
-        "command": each.worker.command,
-        **report.serve_summary(each.rounds),
-        "classes": {k: report.serve_summary(each.rounds, k) for k in (*CLASSES, "lone")},
+        **contender.facts,
+        "command": contender.worker.command,
+        **report.serve_summary(contender.rounds),
+        "classes": {k: report.serve_summary(contender.rounds, k) for k in (*CLASSES, "lone")},
         "per_round": [
             {
                 "number": played.number,
@@ -263,13 +265,13 @@ def _side_json(each: Contender) -> dict[str, Any]:
                 "foreground_s": report.foreground_end(played),
                 "client_stall_s": played.stall,
             }
-            for played in each.rounds
+            for played in contender.rounds
         ],
     }
 
 
 async def play_round(
-    each: Contender,
+    contender: Contender,
     plan: ComparisonPlan,
     workload: Workload,
     number: int,
@@ -277,7 +279,7 @@ async def play_round(
 ) -> Round:
     """Play a round against one side; round 0 is a warm-up."""
     await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
-    each.worker.check()  # one clear error for a dead worker, instead of one per request
+    contender.worker.check()  # one clear error for a dead worker, instead of one per request
     done = 0
 
     def count(_: Outcome) -> None:
@@ -286,7 +288,7 @@ async def play_round(
         narrator.detail(f"{done} requests done")
 
     return await play(
-        each.worker.url,
+        contender.worker.url,
         plan.model,
         workload,
         number,

@@ -174,12 +174,12 @@ class Sides:
 
 def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
     sides, rounds = Sides(baseline, candidate), [*baseline, *candidate]
-    played = {record.klass for each in rounds for record in each.records}
+    played = {record.klass for played in rounds for record in played.records}
     return [
         *(line for klass in CLASSES if klass in played for line in sides.of_class(klass)),
         sides.median("all", "tokens/s", RATE, total_rate),
         sides.median("all", "all prompts done", SECONDS, foreground_end),
-        *(sides.ttfts("lone") if any(each.lone for each in rounds) else ()),
+        *(sides.ttfts("lone") if any(played.lone for played in rounds) else ()),
     ]
 
 
@@ -239,12 +239,12 @@ def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str
     records = _of_class(rounds, klass) if klass else [r for p in rounds for r in p.records]
     good = [r for r in records if r.good]
     duration = sum(max((r.end for r in played.records), default=0.0) for played in rounds)
-    each = details(good)
+    detail = details(good)
     return {
         "duration": duration,
         "failed": len(records) - len(good),
         **served(good, duration),
-        **{name: each[name] for name in ("ttfts", "itls", "input_lens", "output_lens")},
+        **{name: detail[name] for name in ("ttfts", "itls", "input_lens", "output_lens")},
         "errors": [r.error for r in records if r.error],
     }
 

@@ -91,11 +91,11 @@ def _top(curves: Mapping[str, Curve]) -> float:
 def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
     for look, (name, curve) in zip(line_styles(len(curves)), curves.items(), strict=True):
         xs = sorted(curve.points)
-        found = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
+        intervals = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
         axes.errorbar(
             xs,
-            [mean for mean, _ in found],
-            yerr=[half for _, half in found],
+            [mean for mean, _ in intervals],
+            yerr=[half for _, half in intervals],
             capsize=3,
             elinewidth=1,
             label=label(name),

@@ -81,9 +81,9 @@ def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[Plott
         return list(steps)
     start = steps[0].start
     width = (steps[-1].end - start) / most or 1.0
-    found: dict[int, list[PlottedStep]] = {}
+    columns: dict[int, list[PlottedStep]] = {}
     for step in steps:
-        found.setdefault(int((step.start - start) / width), []).append(step)
+        columns.setdefault(int((step.start - start) / width), []).append(step)
     return [
         PlottedStep(
             start + column * width,
@@ -92,5 +92,5 @@ def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[Plott
             fmean(step.decode for step in inside),
             fmean(step.budget for step in inside),
         )
-        for column, inside in found.items()
+        for column, inside in columns.items()
     ]

@@ -65,11 +65,11 @@ async def explore_concurrencies(measure: Measure, start: float = 1.0) -> None:
     best = stale = 0.0
     concurrency = start
     for _ in range(MAX_DOUBLINGS):
-        found = await measure(concurrency)
-        stale = stale + 1 if found <= MIN_GAIN * best else 0
+        measured = await measure(concurrency)
+        stale = stale + 1 if measured <= MIN_GAIN * best else 0
         if stale == 2:
             return
-        best = max(best, found)
+        best = max(best, measured)
         concurrency *= 2
 
 
@@ -91,9 +91,7 @@ def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
     best = max(throughputs.values(), default=0.0)
     if best <= 0:
         return None
-    knee = min(
-        (x for x, found in throughputs.items() if found >= SERVED_SHARE * best), default=None
-    )
+    knee = min((x for x, rate in throughputs.items() if rate >= SERVED_SHARE * best), default=None)
     return None if knee == max(throughputs, default=None) else knee
 
 
@@ -103,7 +101,7 @@ def kept_up(outcomes: Iterable[Outcome]) -> float:
     If latency grows by `growth` seconds per second, one in `1 + growth` requests is served.
     """
     trend = Trend()
-    for each in outcomes:
-        if each.good:
-            trend.add(each.at, each.latency)
+    for outcome in outcomes:
+        if outcome.good:
+            trend.add(outcome.at, outcome.latency)
     return 1 / (1 + trend.growth)

@@ -160,7 +160,7 @@ class Schedule:
         """Return the number of requests in an open loop; raise if it is 0 or too large."""
         rate, end = self.offered_rate or 1.0, self.ends_after_s
         ends = (None if end is None else rate * end, self.count, self.source.count)
-        count = min(each for each in ends if each is not None)
+        count = min(end for end in ends if end is not None)
         if count > MAX_REQUESTS:
             raise UsageError(
                 f"{count:,.0f} requests: a run has at most {MAX_REQUESTS:,}; give a shorter "

@@ -122,7 +122,7 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
 
 def requests_of(schedule: Schedule) -> int | None:
     """Return the number of requests; None for sessions, which have any number of turns."""
-    counts = [each for each in (schedule.count, schedule.source.count) if each is not None]
+    counts = [count for count in (schedule.count, schedule.source.count) if count is not None]
     return None if schedule.source.has_sessions else min(counts, default=None)
 
 
@@ -211,7 +211,7 @@ def require_requests(result: BenchResult) -> None:
 
 def require_ended(outcomes: Sequence[Outcome]) -> None:
     """Raise KeyboardInterrupt if a run was stopped before any request ended: keep old results."""
-    if all(each.interrupted for each in outcomes):
+    if all(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
 
 

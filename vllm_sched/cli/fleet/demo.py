@@ -111,13 +111,13 @@ async def _play(
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
     ]
     contenders = [
-        Contender(name, label, router_of(each, folder, name))
-        for name, (label, each) in fleets_to_play(config).items()
+        Contender(name, label, router_of(fleet, folder, name))
+        for name, (label, fleet) in fleets_to_play(config).items()
     ]
     async with running(workers, narrator), running([c.worker for c in contenders], narrator):
         await measure(contenders, plan, narrator)
-        for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
-            if each.transfer is not None:
+        for contender, (_, fleet) in zip(contenders, fleets_to_play(config).values(), strict=True):
+            if fleet.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
                 handovers.append(f"{contender.label}: {describe_handovers(page, plan)}")
     return Comparison(plan, contenders)
@@ -130,7 +130,7 @@ def _page(router: Worker) -> str:
 def describe_handovers(page: str, plan: ComparisonPlan) -> str:
     """Return a sentence on the hand-overs that a router's metrics page counts."""
     done = TRANSFERRED.search(page)
-    longs = sum(each.klass == LONG for each in plan.workload.arrivals)
+    longs = sum(arrival.klass == LONG for arrival in plan.workload.arrivals)
     asked = len(plan.workload.arrivals)
     return (
         f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and a warm-up "
@@ -147,17 +147,17 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     whole = [worker for worker in config.workers if worker.role not in ROLES]
     halves = [worker for worker in config.workers if worker.role in ROLES]
     policy = config.routing.policy
-    found = {
+    fleets = {
         "baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))
     }
     if whole and halves:
-        found["pools"] = (f"short and long, {policy}", _with_workers(config, whole, moves=False))
-        found["halves"] = ("prefill and decode", _with_workers(config, halves))
-        found["all"] = ("all four roles", config)
+        fleets["pools"] = (f"short and long, {policy}", _with_workers(config, whole, moves=False))
+        fleets["halves"] = ("prefill and decode", _with_workers(config, halves))
+        fleets["all"] = ("all four roles", config)
     else:
         label = f"pools, {policy}" if whole else "prefill and decode"
-        found["candidate"] = (label, config)
-    return found
+        fleets["candidate"] = (label, config)
+    return fleets
 
 
 def _with_workers(

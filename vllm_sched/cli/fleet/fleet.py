@@ -95,7 +95,7 @@ def _check(path: Path, print_config: bool) -> int:
     router, routing = config.router, config.routing
     print(f"{path}: good")
     admin = router.admin
-    listens = [url_of(each.host, each.port, each.tls) for each in (router, admin)]
+    listens = [url_of(port.host, port.port, port.tls) for port in (router, admin)]
     print(f"router  {listens[0]}, admin {listens[1]}")
     print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
     print(f"tenants {_tenants(config)}")
@@ -145,7 +145,7 @@ def note_missing_limits(config: FleetConfig) -> Iterator[str]:
     workers = [worker.name for worker in config.workers if worker.max_requests is None]
     pools = config.discovery.pools if config.discovery is not None else []
     workers += [f"of pool {pool.name}" for pool in pools if pool.max_requests is None]
-    crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
+    crowds = [tenant.name for tenant in config.tenants if tenant.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
             f"tenants {short_list(crowds, MAX_NOTE_NAMES)} have no limits.concurrency, and workers "
@@ -157,7 +157,7 @@ def note_missing_limits(config: FleetConfig) -> Iterator[str]:
 
 def _tenants(config: FleetConfig) -> str:
     if config.tenants:
-        return ", ".join(f"{each.name} ({each.class_})" for each in config.tenants)
+        return ", ".join(f"{tenant.name} ({tenant.class_})" for tenant in config.tenants)
     if config.router.allow_anonymous:
         return "none: any client that reaches the router may use it"
     return "none: any client on this machine may use it"

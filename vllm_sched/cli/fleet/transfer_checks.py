@@ -225,7 +225,7 @@ def _mismatches(
     parts = connectors.connector_parts(own)
     part = parts[0] if parts else own
     is_nested = part is not own
-    if is_nested and any("engine_id" in each for each in parts):
+    if is_nested and any("engine_id" in part for part in parts):
         yield (
             f"engine_id in a part of {connectors.SEVERAL}: vLLM sets it "
             "there itself and fails; move it next to kv_connector"

@@ -71,13 +71,13 @@ def up(path: Path, log_dir: Path | None) -> int:
     # Treat SIGTERM like Ctrl-C until the router installs its own handlers.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        launched = [each for each in config.workers if each.launch]
-        wirings = {each.name: wiring_of(config, each) for each in launched}
+        launched = [worker for worker in config.workers if worker.launch]
+        wirings = {worker.name: wiring_of(config, worker) for worker in launched}
         workers = [
-            make_worker(config, each, path.parent, logs, wiring=wirings[each.name])
-            for each in launched
+            make_worker(config, worker, path.parent, logs, wiring=wirings[worker.name])
+            for worker in launched
         ]
-        devices = [device(each.launch.env) for each in launched if each.launch]
+        devices = [device(worker.launch.env) for worker in launched if worker.launch]
         files = {worker.name: worker.log for worker in workers}
         with (
             Progress(Console(stderr=True), files) as progress,

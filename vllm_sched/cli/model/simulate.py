@@ -162,7 +162,7 @@ class SimulationRun:
     def scheduler_share(self) -> float | None:
         """The share of time spent in vLLM's schedulers; None without exact engines."""
         workers: Mapping[str, Mapping[str, Any]] = self.played.facts["workers"]
-        spent = [each["scheduler_s"] for each in workers.values() if "scheduler_s" in each]
+        spent = [worker["scheduler_s"] for worker in workers.values() if "scheduler_s" in worker]
         return sum(spent) / self.wall_s if spent and self.wall_s else None
 
 
@@ -190,7 +190,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         console.print_text(f"wrote {args.trace}: open it at ui.perfetto.dev")
     if run.played.interrupted:
         return INTERRUPTED
-    return int(any(each.error for each in result.outcomes))
+    return int(any(outcome.error for outcome in result.outcomes))
 
 
 def _check(args: argparse.Namespace) -> SimulationInput:
@@ -270,7 +270,7 @@ def _run(args: argparse.Namespace, given: SimulationInput, console: Output) -> S
                 show(now if schedule.ends_after_s else done, text, last=last)
 
             played = fleet.play(schedule, report_progress, stopped)
-            ended = sum(not each.interrupted for each in played.outcomes)
+            ended = sum(not outcome.interrupted for outcome in played.outcomes)
             report_progress(played.duration, len(played.outcomes), ended, last=True)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     finally:
@@ -324,23 +324,25 @@ def as_result(run: SimulationRun, given: SimulationInput) -> BenchResult:
 
 def _warnings(given: SimulationInput, cut: int) -> list[str]:
     models, schedule = given.models, given.schedule
-    found = schedule.falls_short
+    warnings = schedule.falls_short
     if cut:
-        found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
+        warnings.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
     if given.engine == FLUID:
-        found += [f"--engine fluid ignores {text}; use --engine exact" for text in _ignored(models)]
-    found += [
+        warnings += [
+            f"--engine fluid ignores {text}; use --engine exact" for text in _ignored(models)
+        ]
+    warnings += [
         f"{model.name} is simulated without {', '.join(model.unread)}"
         for model in models.values()
         if model.unread
     ]
     names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
-    if strangers := names - {each.name for each in given.config.tenants}:
-        found.append(
+    if strangers := names - {tenant.name for tenant in given.config.tenants}:
+        warnings.append(
             f"{len(strangers)} of --tenants {schedule.tenants} (named tenant-1 and so on) are not "
             "in the fleet file: the router treats them as one"
         )
-    return found
+    return warnings
 
 
 def _ignored(models: Mapping[str, WorkerModel]) -> Iterator[str]:
@@ -368,4 +370,4 @@ def _print_result(console: Output, result: BenchResult, run: SimulationRun) -> N
     console.print_text(text)
     for warning in result.warnings:
         console.print_text(warning, "yellow")
-    print_errors([each.error for each in result.outcomes if each.error], console)
+    print_errors([outcome.error for outcome in result.outcomes if outcome.error], console)

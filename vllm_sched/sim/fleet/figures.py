@@ -40,12 +40,12 @@ class ClassFigures:
         return self.kept / self.arrived if self.arrived else 0.0
 
     def merge(self, other: ClassFigures) -> None:
-        for each in fields(self):
-            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+        for figure in fields(self):
+            ours, theirs = getattr(self, figure.name), getattr(other, figure.name)
             if isinstance(ours, QuantileSketch):
                 ours.merge(theirs)
             else:
-                setattr(self, each.name, ours + theirs)
+                setattr(self, figure.name, ours + theirs)
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class FlowFigures:
         return FlowResult(whole, self.classes, span_s, duration_s, gaps, growth, failed)
 
     def _of_class(self, klass: str) -> ClassFigures:
-        found = self.classes.get(klass)
-        if found is None:
-            found = self.classes[klass] = ClassFigures()
-        return found
+        figures = self.classes.get(klass)
+        if figures is None:
+            figures = self.classes[klass] = ClassFigures()
+        return figures

@@ -36,17 +36,17 @@ class DrawnRequests:
     def prompt_tokens(self, count: int) -> int:
         """Return the prompt tokens of the first `count` requests."""
         self._draw(count)
-        return sum(each.prompt_tokens for each in self._known[:count])
+        return sum(request.prompt_tokens for request in self._known[:count])
 
     def requests_at(self, moments: Sequence[float]) -> list[Request]:
         self._draw(len(moments))
         class_of = self._class_of
         return [
             Request(
-                at, class_of(each.prompt_tokens), each.prompt_tokens, each.output_tokens,
-                each.tenant, each.shared,
+                at, class_of(request.prompt_tokens), request.prompt_tokens, request.output_tokens,
+                request.tenant, request.shared,
             )
-            for at, each in zip(moments, self._known, strict=False)
+            for at, request in zip(moments, self._known, strict=False)
         ]  # fmt: skip
 
     def _draw(self, count: int) -> None:
@@ -150,7 +150,7 @@ class CapacitySearch:
 
 
 def _margin(run: FlowResult) -> float:
-    return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
+    return min(run.all.share, *(figures.kept_share for figures in run.classes.values()), 1.0)
 
 
 def _rate_step(rate: float) -> int:

@@ -48,7 +48,8 @@ def rank_exactly(
             again.append(ServedRate(served.shape, rate, run))
     if not again:
         lowest = ", ".join(
-            f"{each.rate:.3g} ({each.share:.0%}, {each.longest:.0%})" for each in played.values()
+            f"{proof.rate:.3g} ({proof.share:.0%}, {proof.longest:.0%})"
+            for proof in played.values()
         )
         raise UsageError(
             f"--exact: with vLLM's own schedulers none of the best fleets has "
@@ -66,7 +67,7 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
 
     question = search.question
     config = FleetConfig(**shape.to_fleet("model", *question.machines))
-    models = {each.model.name: each.model for each in shape.place_workers(*question.machines)}
+    models = {worker.model.name: worker.model for worker in shape.place_workers(*question.machines)}
     fleet = SimulatedFleet(config, models, ExactEngine)
     count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 
@@ -83,15 +84,15 @@ def count_outcomes(
 ) -> FlowResult:
     trials, gaps = search.trials, QuantileSketch()
     figures = FlowFigures(search.question.targets, trials.borne_s)
-    span = max((each.at for each in outcomes), default=0.0)
-    for each in outcomes:
-        klass, itls = trials.class_of(each.prompt_tokens), each.itls
+    span = max((outcome.at for outcome in outcomes), default=0.0)
+    for outcome in outcomes:
+        klass, itls = trials.class_of(outcome.prompt_tokens), outcome.itls
         figures.record_arrival(klass)
-        figures.record_end(each, klass, max(itls, default=0.0))
-        if not each.good:
+        figures.record_end(outcome, klass, max(itls, default=0.0))
+        if not outcome.good:
             continue
         for gap in itls:
             gaps.add(gap)
-        if each.at >= WARM_SHARE * span:
-            figures.trend.add(each.at, each.ttft)
+        if outcome.at >= WARM_SHARE * span:
+            figures.trend.add(outcome.at, outcome.ttft)
     return figures.result(span, duration_s, gaps)

@@ -149,13 +149,6 @@ class FleetSearch:
     def traffic_seen(self) -> TrafficHints:
         return _hints(self.question, self.trials.traffic)
 
-    def rank_family(self, family: str, gpus: int) -> list[ServedRate]:
-        """Return the judged fleets of a family, best first."""
-        with self.progress.part(0.0, 0.5):
-            rough = self.rough_rates(family, gpus)
-        with self.progress.part(0.5, 1.0):
-            return self._judge_family(rough)
-
     def rough_rates(self, family: str, gpus: int, floor: float = 0.0) -> list[ServedRate]:
         """Return the rough rates of a family's fleets above `floor`.
 
@@ -163,40 +156,43 @@ class FleetSearch:
         """
         *others, last = self.question.policies
         tried = shapes(family, gpus, self.traffic_seen(), self._itl_ms())
-        splits = [replace(each, policy=last) for each in tried]
+        splits = [replace(shape, policy=last) for shape in tried]
         # This family has many shapes and is rarely the best: drop it early.
         if family == SHORT_APART:
             floor = max(floor, self._roughly.get(gpus, 0.0))
         with self.progress.part(0.0, 0.5):
-            found = self._keep_best(splits, floor)
-        best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
+            rough = self._keep_best(splits, floor)
+        best = [
+            served.shape
+            for served in sorted(rough, key=lambda served: -served.rate)[:MAX_FINALISTS]
+        ]
         if not best and not floor:
             best = splits  # none serves anything with that policy
         again = [replace(shape, policy=policy) for policy in others for shape in best]
         with self.progress.part(0.5, 1.0):
-            return found + self._keep_best(again, _best_rate(found) or floor)
+            return rough + self._keep_best(again, _best_rate(rough) or floor)
 
     def _keep_best(
         self, tried: list[FleetShape], floor: float = 0.0, *, likely: float = 0.0
     ) -> list[ServedRate]:
         """Return rough rates, without those of fleets below `floor` or the best of them."""
-        found: list[ServedRate] = []
+        rough: list[ServedRate] = []
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
-            least = max(_best_rate(found), floor) * (1 - EQUAL_RATE_SHARE)
+            least = max(_best_rate(rough), floor) * (1 - EQUAL_RATE_SHARE)
             known = least or likely
             start = known or self.trials.worker_rate * shape.workers * 0.5
             step = MAX_ROUGH_RATIO if known else WIDE_STEP
             if (served := self.rough_rate(shape, start, least=least, step=step)) is not None:
-                found.append(served)
+                rough.append(served)
                 gpus = self._gpus(shape)
                 self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
-        return found
+        return rough
 
     def _judge_finalists(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
         """Judge the finalist that serves the hardest draw best; others if they may exceed it."""
         finalists = _finalists(rough)
-        left = [each.shape for each in finalists]
+        left = [finalist.shape for finalist in finalists]
         start, judged = floor or finalists[0].rate / MAX_ROUGH_RATIO, list[ServedRate]()
         while (chosen := self._best_by_hardest(left, start, floor)) is not None:
             left.remove(chosen.shape)
@@ -228,9 +224,9 @@ class FleetSearch:
         return best
 
     def _judge_family(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
-        found = self._judge_finalists(rough, floor)
+        judged = self._judge_finalists(rough, floor)
         return rank_fleets(
-            [*found, *(each for best in found[:1] for each in self._thresholds(best))]
+            [*judged, *(threshold for best in judged[:1] for threshold in self._thresholds(best))]
         )
 
     def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
@@ -256,28 +252,30 @@ class FleetSearch:
         families = self.question.families
         with self.progress.part(0.0, 0.5):
             rough = [self.rough_rates(family, gpus) for family in self.progress.each(families)]
-        promising = sorted(filter(None, rough), key=lambda found: -_best_rate(found))
+        promising = sorted(filter(None, rough), key=lambda rates: -_best_rate(rates))
         judged: list[ServedRate] = []
         behind: list[list[ServedRate]] = []
         with self.progress.part(0.5, 0.9):
-            for found in self.progress.each(promising):
+            for rates in self.progress.each(promising):
                 near = max(_best_rate(judged) * (1 - EQUAL_RATE_SHARE), floor)
-                may_reach = _best_rate(found) * MAX_ROUGH_RATIO >= near
-                reached = self._judge_family(found, near)[:1] if may_reach else []
+                may_reach = _best_rate(rates) * MAX_ROUGH_RATIO >= near
+                reached = self._judge_family(rates, near)[:1] if may_reach else []
                 judged += reached
                 if not reached:
-                    behind.append(found)
+                    behind.append(rates)
         far: list[ServedRate] = []
         if judged:
             with self.progress.part(0.9, 1.0):
-                for found in self.progress.each(behind):
-                    far += self._judge_quickly(found, _best_rate(judged) * (1 - EQUAL_RATE_SHARE))
+                for rates in self.progress.each(behind):
+                    far += self._judge_quickly(rates, _best_rate(judged) * (1 - EQUAL_RATE_SHARE))
         return rank_fleets(judged) + rank_fleets(far)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
         best: dict[str, ServedRate] = {}
-        for each in rank_fleets([each for each in self._judged if self._gpus(each.shape) <= gpus]):
-            best.setdefault(each.shape.family, each)
+        for served in rank_fleets(
+            [served for served in self._judged if self._gpus(served.shape) <= gpus]
+        ):
+            best.setdefault(served.shape.family, served)
         return list(best.values())
 
     def with_one_fewer(self, served: ServedRate) -> ServedRate | None:
@@ -285,8 +283,8 @@ class FleetSearch:
 
     def with_one_more(self, served: ServedRate) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
-        found = self._of_next_size(served, 1, served.rate)
-        return found if found and found.rate > served.rate else None
+        larger = self._of_next_size(served, 1, served.rate)
+        return larger if larger and larger.rate > served.rate else None
 
     def _of_next_size(self, served: ServedRate, change: int, floor: float) -> ServedRate | None:
         """Choose the similar fleet that serves the hardest draw best, and judge it."""
@@ -302,10 +300,10 @@ class FleetSearch:
         quick, likely = self._quick, served.likely_with(change)
         similar = self._similar_fleets(served.shape, change)
         # Small fleets may need another policy.
-        similar += [replace(each, policy=self.question.policies[-1]) for each in similar]
+        similar += [replace(shape, policy=self.question.policies[-1]) for shape in similar]
         with self.progress.part(0.0, 0.5):
             rough = quick._keep_best(list(dict.fromkeys(similar)), likely=likely)
-        best = max(rough, key=lambda each: each.rate, default=None)
+        best = max(rough, key=lambda served: served.rate, default=None)
         with self.progress.part(0.5, 1.0):
             return best and quick.judge(best.shape, likely)
 
@@ -319,9 +317,9 @@ class FleetSearch:
 
     def _judge_quickly(self, rough: list[ServedRate], most: float) -> list[ServedRate]:
         """Judge the fleet with the highest rough rate, up to `most`."""
-        best = max(rough, key=lambda each: each.rate)
-        found = self._quick.judge(best.shape, best.rate, most=most)
-        return [found] if found else []
+        best = max(rough, key=lambda served: served.rate)
+        judged = self._quick.judge(best.shape, best.rate, most=most)
+        return [judged] if judged else []
 
     def serving(self, gpus: int, rate: float) -> ServedRate | None:
         """Return a fleet that serves a rate, with the last policy; None if no split does."""
@@ -350,22 +348,23 @@ class FleetSearch:
         if limit in seen.boundaries:
             seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
         others = [
-            replace(each, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
-            for each in shapes(shape.family, gpus, seen, shape.itl_ms)
+            replace(close_shape, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
+            for close_shape in shapes(shape.family, gpus, seen, shape.itl_ms)
         ]
-        found = others or nearest
-        if found or self.question.prefill_machine is not None:
-            return found
+        similar = others or nearest
+        if similar or self.question.prefill_machine is not None:
+            return similar
         # Several pools need several workers.
         policy = self.question.policies[-1]
         pools = shapes(ONE_POOL, gpus, seen, shape.itl_ms)
-        return [replace(each, policy=policy) for each in pools]
+        return [replace(pool, policy=policy) for pool in pools]
 
 
 def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
     machine, prompt_machine = question.machine, question.prompt_machine
     time, prompt_time = (
-        each.time.linear_near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
+        worker.time.linear_near(32, worker.max_num_batched_tokens)
+        for worker in (machine, prompt_machine)
     )
     largest = traffic.totals[-1]
     boundaries: dict[int, float] = {}
@@ -392,31 +391,31 @@ def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
     )
 
 
-def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
+def rank_fleets(fleets: list[ServedRate]) -> list[ServedRate]:
     """Return the fleets, best first; among equal rates the simplest first."""
-    left, best_first = list(found), list[ServedRate]()
+    left, best_first = list(fleets), list[ServedRate]()
     while left:
-        most = max(each.rate for each in left)
-        equal = [each for each in left if each.rate >= most * (1 - EQUAL_RATE_SHARE)]
-        first = min(equal, key=lambda each: (*_simplicity(each.shape), -each.rate))
+        most = max(served.rate for served in left)
+        equal = [served for served in left if served.rate >= most * (1 - EQUAL_RATE_SHARE)]
+        first = min(equal, key=lambda served: (*_simplicity(served.shape), -served.rate))
         left.remove(first)
         best_first.append(first)
     return best_first
 
 
-def _best_rate(found: list[ServedRate]) -> float:
-    return max((each.rate for each in found), default=0.0)
+def _best_rate(fleets: list[ServedRate]) -> float:
+    return max((served.rate for served in fleets), default=0.0)
 
 
-def _finalists(found: list[ServedRate]) -> list[ServedRate]:
+def _finalists(fleets: list[ServedRate]) -> list[ServedRate]:
     """Return the highest rough rates, and the best of each policy within their error."""
-    by_rate = sorted(found, key=lambda each: -each.rate)
+    by_rate = sorted(fleets, key=lambda served: -served.rate)
     chosen = by_rate[:MAX_FINALISTS]
-    policies = {each.shape.policy for each in chosen}
-    for each in by_rate[MAX_FINALISTS:]:
-        if each.shape.policy not in policies and each.rate * MAX_ROUGH_RATIO >= by_rate[0].rate:
-            policies.add(each.shape.policy)
-            chosen.append(each)
+    policies = {served.shape.policy for served in chosen}
+    for served in by_rate[MAX_FINALISTS:]:
+        if served.shape.policy not in policies and served.rate * MAX_ROUGH_RATIO >= by_rate[0].rate:
+            policies.add(served.shape.policy)
+            chosen.append(served)
     return chosen
 
 

@@ -42,15 +42,15 @@ class TrafficStats:
 
     @classmethod
     def from_sample(cls, sample: Sequence[Request], *machines: WorkerModel) -> TrafficStats:
-        totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
+        totals = sorted(request.prompt_tokens + request.output_tokens for request in sample)
         cached = any(machine.prefix_caching for machine in machines)
         cache = CachedPrefixes(UNLIMITED_TOKENS if cached else 0)
-        sizes = [_sizes(each, cache) for each in sample]
+        sizes = [_sizes(request, cache) for request in sample]
         seconds = min(least_seconds(machine, sizes) for machine in machines)
         return cls(
-            sum(each.prompt_tokens for each in sample) / len(sample),
-            sum(each.output_tokens for each in sample) / len(sample),
-            tuple(sorted(each.prompt_tokens for each in sample)),
+            sum(request.prompt_tokens for request in sample) / len(sample),
+            sum(request.output_tokens for request in sample) / len(sample),
+            tuple(sorted(request.prompt_tokens for request in sample)),
             tuple(totals),
             len(sample) / seconds if seconds > 0 else math.inf,
         )
@@ -142,7 +142,7 @@ class FleetTrials:
         warm = int(WARM_SHARE * total)
         if whole:
             return flow.play(requests, warm=warm)
-        longs = sum(each.klass == LONG for each in requests[warm:])
+        longs = sum(request.klass == LONG for request in requests[warm:])
         most_late = (1 - question.share) * (total - warm) + 1
         most_lost = (1 - self._least_kept(longs)) * longs + 1
         return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})

@@ -56,7 +56,7 @@ def _planned(
     own_begin = session.fresh or not inherited
     prompt = _Prompt(session.shared if own_begin else inherited)
     known = 0 if own_begin else prompt.tokens
-    found = []
+    turns = []
     for number, turn in enumerate(session.turns):
         new, output = turn.new_tokens, turn.output_tokens
         cut = prompt.tokens + new + output > limit
@@ -80,10 +80,10 @@ def _planned(
             turn=number,
             context_tokens=known,
         )
-        forks = tuple(tuple(_planned(each, begin, pieces, limit)) for each in turn.forks)
-        found.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
+        forks = tuple(tuple(_planned(fork, begin, pieces, limit)) for fork in turn.forks)
+        turns.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
         known = size + output
-    return found
+    return turns
 
 
 def first_request(session: Session, at: float, klass: str, tenant: str = "") -> Request:
