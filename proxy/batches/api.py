@@ -145,10 +145,10 @@ class BatchApiRequest:
             return refusal
         self._entered = True
         in_progress[self._tenant] += 1
-        collecting, size = self._api.wire.collecting, len(self._request.body)
-        self._budget_account = collecting.account(self._request.head.tenant)
+        budget, size = self._api.wire.body_budget, len(self._request.body)
+        self._budget_account = budget.account(self._request.head.tenant)
         try:
-            collecting.reserve(size, self._budget_account)
+            budget.reserve(size, self._budget_account)
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
@@ -156,7 +156,7 @@ class BatchApiRequest:
 
     def _release(self, _: object) -> None:
         self._task = None  # a cancelled task's traceback keeps the body alive
-        self._api.wire.collecting.release(self._held_bytes, self._budget_account)
+        self._api.wire.body_budget.release(self._held_bytes, self._budget_account)
 
     def _finish(self) -> None:
         wire = self._api.wire

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from prometheus_client import ProcessCollector
 
 from proxy.core.fleet.breaker import BUSY, Breaker
-from proxy.core.fleet.ejection import key_of
+from proxy.core.fleet.ejection import pool_key_of
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
@@ -344,7 +344,7 @@ def _panics(page: MetricsPage, metrics: Metrics) -> None:
     ejections = roster.ejections
     pools = {
         (model, is_prefill): (model, "prefill" if is_prefill else "serve")
-        for model, is_prefill in map(key_of, roster)
+        for model, is_prefill in map(pool_key_of, roster)
     }
     page.values(PANIC, ((labels, key in ejections.panics) for key, labels in pools.items()))
     started = ejections.started

@@ -156,8 +156,8 @@ class FleetReplica:
         if not links.are_made or seen == self._checked_versions:
             return ()
         self._checked_versions = seen
-        here = {(worker.name, worker.up_since) for worker in self._fleet.roster}
-        self._sent_links = {key for key in self._sent_links if key[:2] in here and key[2:] in here}
+        up = {(worker.name, worker.up_since) for worker in self._fleet.roster}
+        self._sent_links = {key for key in self._sent_links if key[:2] in up and key[2:] in up}
         warm = []
         for pool in {self._fleet.roster.pool(model) for model in self._fleet.roster.models()}:
             for prefill in pool.prefills:

@@ -90,9 +90,9 @@ class WireContext(Protocol):
     releases: set[Expiring]  # of KV blocks
     write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
     short_waits: set[Expiring]  # checked at short ticks
-    outbox: WriteBatch
+    write_batch: WriteBatch
     pools: ConnectionPools
-    collecting: BodyBudget
+    body_budget: BodyBudget
     large_bodies: LargeBodyQueue
     continuations: ContinuationLog
 
@@ -102,7 +102,7 @@ class WireContext(Protocol):
         """Set the route or the refusal of a request."""
 
     def begin(
-        self, client: ServedClient, request: Request, route: Route, came_at: float
+        self, client: ServedClient, request: Request, route: Route, arrived_at: float
     ) -> Conversation: ...
 
     def count_refused(

@@ -57,7 +57,7 @@ class Fleet:
         if decision.handover is not None:
             return self._charge_both(info, attempts, decision, decision.handover, now)
         worker = decision.worker
-        cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
+        cached = int(decision.cached_tokens * (1.0 - worker.pace.evicted_share))
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
         charge = Charge(worker, prefill, decode, info.prompt_tokens + decode)
@@ -115,7 +115,7 @@ class Fleet:
         now: float,
     ) -> Lease:
         first = handover.prefill
-        cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
+        cached = int(handover.cached_tokens * (1.0 - first.pace.evicted_share))
         prefill = info.prompt_tokens - cached or 1
         charge = Charge(first, prefill, 0, info.prompt_tokens)
         prefill_leg = Lease(info, attempts, decision, charge, now)
@@ -161,7 +161,7 @@ class Fleet:
             due = now + SILENT_PREFILL_FACTOR * wait
             heappush(self._silent, SilentLease(due, next(self.roster.numbers), lease))
 
-    def _unpin(self, lease: Lease) -> None:
+    def _count_fetched(self, lease: Lease) -> None:
         if lease.holds_blocks and lease.prefill is not None:
             lease.holds_blocks = False
             lease.prefill.worker.unfetched_handovers -= 1
@@ -226,7 +226,7 @@ class Fleet:
             return
         lease.first_token_at = now
         kv_usage.mark_prompt_cached(lease)
-        self._unpin(lease)
+        self._count_fetched(lease)
         if lease.info.needs_engine:
             lease.worker.note_progress(now)
         if lease.trial:
@@ -283,7 +283,7 @@ class Fleet:
         lease.released = True
         if lease.prefill is not None:
             self.release(lease.prefill)
-            self._unpin(lease)
+            self._count_fetched(lease)
         worker = lease.worker
         sequences = lease.info.samples if lease.sent else 0
         worker.requests -= 1

@@ -81,7 +81,7 @@ def shared_tokens(worker: Worker, info: RequestInfo) -> int:
     if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
     shared = worker.running_prefixes.shared_tokens(prefix)
-    return shared - int(shared * max(worker.pace.missing, worker.kv_unshared))
+    return shared - int(shared * max(worker.pace.evicted_share, worker.kv_unshared))
 
 
 def _share_prefix(lease: Lease) -> None:
@@ -92,7 +92,7 @@ def _share_prefix(lease: Lease) -> None:
     per_byte = info.prompt_tokens / info.prefix_bytes
     before = prefixes.tokens
     lease.holds, shared = prefixes.add_request(prefix, per_byte)
-    again = int(shared * max(worker.pace.missing, worker.kv_unshared))
+    again = int(shared * max(worker.pace.evicted_share, worker.kv_unshared))
     alone = again - int(COVERED[len(prefix)] * per_byte)
     lease.kv_tokens += alone
     worker.kv_tokens += alone + prefixes.tokens - before
@@ -113,7 +113,7 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
         there = max(gauges.running + gauges.waiting, 1)
         with_queue = inside * (1.0 + queued / max(gauges.running, 1))
         estimate = with_queue * min(worker.sequences / there, 1.0)
-        most = charged + saved * (1.0 - max(worker.pace.missing, worker.kv_unshared))
+        most = charged + saved * (1.0 - max(worker.pace.evicted_share, worker.kv_unshared))
         worker.kv_overcharged = min(charged - int(min(estimate, most)), 0)
     worker.kv_uncharged = max(int(inside) - charged + worker.kv_overcharged, 0)
     if saved:

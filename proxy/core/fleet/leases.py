@@ -127,8 +127,8 @@ class CacheWait:
     worker: Worker
     seconds: float  # predicted
     until: float  # the longest
-    only: bool  # other workers would be late
-    placed: int  # by other processes, until then
+    others_late: bool  # no other worker is in time
+    placed_elsewhere: int  # requests that other processes have placed on the worker
 
 
 class Charge:

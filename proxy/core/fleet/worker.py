@@ -231,8 +231,8 @@ class Worker:
         pace, others = self.pace, self.num_decoding + self.foreign_requests
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
-        self.output_price = pace.each_s * others
-        self.cached_price = self.prompt_price * (1.0 - pace.missing)
+        self.output_price = pace.sequence_s * others
+        self.cached_price = self.prompt_price * (1.0 - pace.evicted_share)
 
     def ttft_s(self, info: RequestInfo, now: float, cached: int) -> float:
         wait = self.wait_s(now, for_long=info.long)
@@ -246,7 +246,7 @@ class Worker:
         pace = self.pace
         foreign = self.foreign_tokens
         if foreign and not for_long:
-            foreign -= (1.0 - pace.passing) * self.foreign_long_tokens
+            foreign -= (1.0 - pace.long_share) * self.foreign_long_tokens
         if not self.prefill_tokens:
             return pace.token_s * foreign
         longest = pace.token_s * self.prefill_tokens
@@ -256,7 +256,7 @@ class Worker:
         elif wait < longest * MIN_WAIT_SHARE:
             wait = longest * MIN_WAIT_SHARE
         if self.long_tokens and not for_long:
-            wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
+            wait -= wait * (1.0 - pace.long_share) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
             wait += now - self.due_at
         return wait + pace.token_s * foreign

@@ -12,8 +12,8 @@ are in two generations, at most 16 MB; a full new one replaces the old one.
 
 Cost: 0.1 ms to hash a body of 1 MB. With journals two or three look-ups per block.
 
-How it fails: whitespace matters. Without a journal evictions are unseen; `LatencyModel.missing`
-learns their share.
+How it fails: whitespace matters. Without a journal evictions are unseen; their share is
+`LatencyModel.evicted_share`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,10 @@ def _tokens(info: RequestInfo) -> int:
     return max(tokens - info.bill.settled_prompt - info.bill.settled_output, 0)
 
 
-def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
-    """Admit a request, or return the limit that it exceeds; `again`: a retry.
+def enter(
+    info: RequestInfo, now: float, *, is_retry: bool, uncounted: bool = False
+) -> Refusal | None:
+    """Admit a request, or return the limit that it exceeds.
 
     `uncounted`: a worker counts the prompt first, then `enter` is called again. Counting is work,
     so all limits apply.
@@ -70,7 +72,7 @@ def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False
     elif info.bill.decided >= 0:
         exceeded, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided
         info.bill.decided = -1
-    elif again:
+    elif is_retry:
         ledger.enter_again(now, tokens)
     else:
         prompt = info.least_prompt if uncounted else info.min_prompt_size

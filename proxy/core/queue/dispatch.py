@@ -18,14 +18,13 @@ from proxy.core.queue.buckets import (
     LastDispatch,
     RemoteQueues,
 )
-from proxy.core.queue.eviction import APART
-from proxy.core.queue.request_fifo import Entry, Place, RequestFifo
+from proxy.core.queue.request_fifo import APART, Entry, Place, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-Answer = Lease | Refusal
-Placement = Answer | CacheWait
+FinalPlacement = Lease | Refusal
+Placement = FinalPlacement | CacheWait
 NO_TURN = LastDispatch()
 
 
@@ -36,10 +35,10 @@ class LastDispatches:
         self.by_model: dict[str, LastDispatch] = {}
 
     def last_dispatch(self, model: str, others: RemoteQueues | None) -> LastDispatch:
-        here = self.by_model.get(model, NO_TURN)
-        if others is not None and (there := others.last_dispatch(model)).at > here.at:
-            here = self.by_model[model] = there
-        return here
+        last = self.by_model.get(model, NO_TURN)
+        if others is not None and (remote := others.last_dispatch(model)).at > last.at:
+            last = self.by_model[model] = remote
+        return last
 
     def record(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
         """Record a dispatch; `passed` if ahead of a higher class."""

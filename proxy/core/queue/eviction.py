@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.request_fifo import RequestFifo
+from proxy.core.queue.request_fifo import APART, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, Tenant
 
 BATCH = Rank.BATCH
-APART = "apart"
 MAX_EVICTED = 64  # per new request
 
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
+from proxy.core.queue.buckets import Buckets, RemoteQueues, place_of
 from proxy.core.queue.cache_waits import CacheWaits
-from proxy.core.queue.dispatch import Answer, DispatchRound, LastDispatches, Placement
+from proxy.core.queue.dispatch import DispatchRound, FinalPlacement, LastDispatches, Placement
 from proxy.core.queue.eviction import NO_AMOUNTS, Amounts, Evictions, add_amounts, amounts_of
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
-from proxy.core.queue.request_fifo import Place, SortKey
+from proxy.core.queue.request_fifo import LONG, SHORT, Place, SortKey
 from proxy.core.queue.slot_rate import SlotRate
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import NOT_URGENT, Urgency
@@ -68,7 +68,7 @@ class Queue:
         self.remote_queues: RemoteQueues | None = None  # in other processes
         self.shares = ShareCounters()
         self.cache_waits = CacheWaits()
-        self.ended: dict[Ticket, Answer] = {}  # not yet reported by the router's `pop_due`
+        self.ended: dict[Ticket, FinalPlacement] = {}  # not yet reported by the router's `pop_due`
         self._evictions = Evictions()
         self._buckets = Buckets()
         self.last_dispatches = LastDispatches()
@@ -89,19 +89,19 @@ class Queue:
         if self.has_room(more):
             return True
         stuck: set[Place] = set()
-        for tickets in self.cache_waits.voluntary():
+        for tickets in self.cache_waits.placeable_elsewhere():
             for ticket in tickets:
                 at, until = place_of(ticket.info), ticket.cache_until
                 if at in stuck:
                     break
                 ticket.cache_until = now
-                answer = None if self.any_ahead_of(ticket.info) else place(ticket, now)
-                if answer is None or isinstance(answer, CacheWait):
+                placement = None if self.any_ahead_of(ticket.info) else place(ticket, now)
+                if placement is None or isinstance(placement, CacheWait):
                     ticket.cache_until = until
                     stuck.add(at)
                     break
                 self.remove(ticket)
-                self.ended[ticket] = answer
+                self.ended[ticket] = placement
                 if self.has_room(more):
                     return True
         return False
@@ -235,7 +235,7 @@ class Queue:
         """Put a ticket in order with others, or let it wait for a cache."""
         ticket.cache_wait = cache_wait
         if cache_wait is not None:
-            due = cache_wait.until if cache_wait.only else now + cache_wait.seconds
+            due = cache_wait.until if cache_wait.others_late else now + cache_wait.seconds
             ticket.cache_due = min(ticket.cache_due, due)
             ticket.cache_until = min(ticket.cache_until, cache_wait.until)
             self.cache_waits.add(ticket, cache_wait)
@@ -293,19 +293,19 @@ class Queue:
 
     def dispatch(
         self, place: Callable[[Ticket, float], Placement | None], now: float = 0.0
-    ) -> Iterator[tuple[Ticket, Answer]]:
+    ) -> Iterator[tuple[Ticket, FinalPlacement]]:
         """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
             self._move(ticket, now)
         ages, remote = self.fairness.ages, self.remote_queues
         dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
         while (placed := dispatches.next()) is not None:
-            ticket, answer = placed
-            if isinstance(answer, CacheWait):
-                self._move(ticket, now, cache_wait=answer)
+            ticket, placement = placed
+            if isinstance(placement, CacheWait):
+                self._move(ticket, now, cache_wait=placement)
             else:
                 self.remove(ticket)
-                yield ticket, answer
+                yield ticket, placement
 
     def record_freed_slot(self, now: float) -> None:
         if not self.max_requests:  # no queue: each refused request is demand

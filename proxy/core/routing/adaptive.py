@@ -161,7 +161,11 @@ def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) 
         if own_s + wait_s < least_s and now + wait_s < latest and now < until:
             least_s = own_s + wait_s
             best = CacheWait(
-                worker, wait_s, until, only=False, placed=worker.remote_load.total_placed
+                worker,
+                wait_s,
+                until,
+                others_late=False,
+                placed_elsewhere=worker.remote_load.total_placed,
             )
     return best
 
@@ -177,7 +181,11 @@ def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
         if own_s + wait_s < least_s and now + wait_s < until:
             least_s = own_s + wait_s
             best = CacheWait(
-                worker, wait_s, until, only=True, placed=worker.remote_load.total_placed
+                worker,
+                wait_s,
+                until,
+                others_late=True,
+                placed_elsewhere=worker.remote_load.total_placed,
             )
     return best
 

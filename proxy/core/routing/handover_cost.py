@@ -28,7 +28,7 @@ from proxy.core.model.types import RequestInfo
 from proxy.core.routing.candidates import find_due_trial
 from proxy.core.routing.view import View, fits
 
-DECODE = Role.DECODE  # alias: see parser.py
+DECODE = Role.DECODE  # faster than an enum look-up
 FALLBACK_WAIT_SHARE = 0.5  # of the longest wait, before the fallbacks
 
 

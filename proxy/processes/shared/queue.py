@@ -16,7 +16,7 @@ from zlib import crc32
 
 from proxy.core.queue.buckets import IN_ORDER
 from proxy.core.queue.dispatch import NO_TURN
-from proxy.core.queue.request_fifo import Place
+from proxy.core.queue.request_fifo import LONG, SHORT, Place
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING, QueueFront
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HOLD_S = 0.01
 REMOTE_HOLD_S = 0.04  # with queues on other hosts, whose states come later
 STALE_HOLD_S = 1.0  # after this time a hold belongs to an earlier slot
-SIZES = "short", "long"
+SIZES = SHORT, LONG
 EMPTY_FRONT = QueueFront()
 BATCH = Rank.BATCH
 
@@ -82,10 +82,10 @@ class SharedQueues:
         before = self._shared_load.process
         length, size, tokens = (
             any(
-                sheet.count(which) + (at < before) > mine
+                sheet.count(counter) + (at < before) > amount
                 for at, sheet in enumerate(self._sheets.local)
             )
-            for which, mine in zip((WAITING, BYTES, TOKENS), own, strict=True)
+            for counter, amount in zip((WAITING, BYTES, TOKENS), own, strict=True)
         )
         return length, size, tokens
 

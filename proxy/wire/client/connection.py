@@ -57,7 +57,7 @@ class ClientConnection(asyncio.Protocol):
             wire.check_head,
             max_head=wire.settings.max_header_bytes,
             max_body=wire.settings.max_body_bytes,
-            collecting=wire.collecting,
+            body_budget=wire.body_budget,
         )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
@@ -74,7 +74,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         if self._wire.tls is not None:  # the TLS default is 512 KiB
             self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self.write = partial(self._wire.outbox.write, self._transport)
+        self.write = partial(self._wire.write_batch.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
         enable_keepalive(transport)
         self.limit(self._wire.settings)
@@ -160,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         self._reader.drop()
         self._limit_closing(now)
-        self._wire.outbox.flush()
+        self._wire.write_batch.flush()
         self._transport.close()
 
     def close_for_drain(self, now: float) -> None:
@@ -218,7 +218,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reader.request_taken(request)
             self._serve(now, request)
             if ready and not self._is_serving():
-                self._wire.outbox.flush()  # updates `writable`
+                self._wire.write_batch.flush()  # updates `writable`
         self._is_serving_ready = False
         if self._exchange is not None or self._leaving:
             if len(ready) > MAX_AHEAD_REQUESTS:
@@ -236,14 +236,14 @@ class ClientConnection(asyncio.Protocol):
     def _serve(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._deadline_state = ParserState.NOTHING  # restarts its deadline
-        came_at = self._upload.finish(now)
+        arrived_at = self._upload.finish(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
             wire.check_head(head)  # the key may have been removed
         if head.route is not None and not wire.draining:
             self.deadline = inf
-            self._exchange = wire.begin(self, request, head.route, came_at)
+            self._exchange = wire.begin(self, request, head.route, arrived_at)
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.leaving
@@ -319,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
         self._resume_reading()
         self.write(answer)
         self.deadline = now + self._wire.settings.linger_s
-        self._wire.outbox.flush()
+        self._wire.write_batch.flush()
         if self._transport.can_write_eof():
             self._transport.write_eof()
 

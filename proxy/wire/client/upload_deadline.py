@@ -28,9 +28,9 @@ class UploadDeadline:
 
     def finish(self, now: float) -> float:
         """Return when the request arrived, and reset."""
-        came_at = min(self._came_at, now)
+        arrived_at = min(self._came_at, now)
         self.reset()
-        return came_at
+        return arrived_at
 
     def due(self, now: float, settings: WireSettings, *, in_body: bool, body_begins: bool) -> float:
         """Return the deadline for the rest of the request."""

@@ -124,17 +124,17 @@ class Attempt:
         """Start the response or a retry."""
         exchange, status = self._exchange, head.status
         self._head = self._error_body = None
-        if status == OK and head.length is None and exchange.begun is not None:
-            self.response = expect_rest(exchange, exchange.begun)
+        if status == OK and head.length is None and exchange.begun_response is not None:
+            self.response = expect_rest(exchange, exchange.begun_response)
             if not exchange.client.writable:
                 self.pause()
             return
-        if status == OK and self.handover is None and exchange.begun is None:
+        if status == OK and self.handover is None and exchange.begun_response is None:
             self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
             return
-        if exchange.begun is not None:
+        if exchange.begun_response is not None:
             self._end_with(now, Outcome.REFUSED, exchange.last_refusal or REFUSED_TOO)
             return
         handover = self.handover
@@ -173,13 +173,13 @@ class Attempt:
             response = self._begin_response(now, body, ended)
             if response is None:
                 return
-        if exchange.rest is not None:
+        if exchange.repeated is not None:
             new = self._remove_sent(now, body, ended)
             if new is None:
                 return
             body = new
         if ended:
-            if exchange.rest is not None or response.is_truncated(exchange.route.name, body):
+            if exchange.repeated is not None or response.is_truncated(exchange.route.name, body):
                 self.connection_failed(now, WorkerError.RESET)
                 return
             self.connection = None
@@ -314,7 +314,7 @@ class Attempt:
             refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
-        if response is None or not response.has_begun or exchange.rest is not None:
+        if response is None or not response.has_begun or exchange.repeated is not None:
             self._retry_or_refuse(now, error)
             return
         if self.end_complete_stream(now) or move_stream(exchange, self.lease, now, response, error):

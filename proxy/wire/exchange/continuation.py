@@ -60,8 +60,8 @@ def keep_for_continuation(
     info = lease.info
     if not (info.stream and exchange.route.continues and info.samples == 1 and body):
         return False
-    account = wire.collecting.account(exchange.request.head.tenant)
-    if exchange.sent_text is None and wire.collecting.may_be_kept(account):
+    account = wire.body_budget.account(exchange.request.head.tenant)
+    if exchange.sent_text is None and wire.body_budget.may_be_kept(account):
         exchange.sent_text = response.collect_text(keeps_content=by_text)
     return exchange.sent_text is not None
 
@@ -122,7 +122,7 @@ def others_take_tokens(exchange: AttemptOwner, lease: Lease) -> bool:
 
 def find_text(exchange: AttemptOwner) -> Output | Obstacle:
     sent, record = exchange.sent_text, exchange.record
-    body = exchange.request.body if exchange.begun is None else exchange.whole_body
+    body = exchange.request.body if exchange.begun_response is None else exchange.whole_body
     if sent is None or sent.has_ended or not body:
         return Obstacle(NO_TOKENS)
     content = sent.content
@@ -145,7 +145,7 @@ def find_tokens(
         return Obstacle(NO_TOKENS)
     if other := sent.other_output:
         return Obstacle(OTHER_OUTPUT, other)
-    if exchange.begun is None and (field := why_not_continued(request.body)):
+    if exchange.begun_response is None and (field := why_not_continued(request.body)):
         return Obstacle(FIELD, field)
     if response.ends_inside_event:
         return Obstacle(TORN)
@@ -171,7 +171,7 @@ def prepare(exchange: AttemptOwner, lease: Lease, response: ResponseWriter, outp
     """Write the request that continues the stream."""
     restore_attempts(exchange, lease)
     lease.attempts = continued(exchange, lease.attempts, needs_journal=needs_journal(output))
-    if exchange.begun is None:
+    if exchange.begun_response is None:
         exchange.whole_body = exchange.request.body
     if isinstance(output, TextSoFar):
         exchange.text_so_far = output
@@ -180,7 +180,7 @@ def prepare(exchange: AttemptOwner, lease: Lease, response: ResponseWriter, outp
         exchange.text_so_far = None
         exchange.request.body = with_output(exchange.whole_body, output)
     response.drop_partial_event()
-    exchange.begun = response
+    exchange.begun_response = response
     exchange.failed_worker = lease.worker.name
 
 
@@ -272,7 +272,7 @@ def expect_rest(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter
     """Expect the other worker's text from its beginning."""
     text, sent = exchange.text_so_far, exchange.sent_text
     if sent is not None:
-        exchange.rest = sent.rest(None if text is None else text.space)
+        exchange.repeated = sent.rest(None if text is None else text.space)
     begun.output_in_prompt = 0 if text is None else text.tokens
     return begun
 
@@ -281,7 +281,7 @@ def rest_of(
     exchange: AttemptOwner, lease: Lease | None, now: float, body: bytes
 ) -> bytes | Refusal | None:
     """Return what the client does not have; None if the stream leaves this worker too."""
-    rest = exchange.rest
+    rest = exchange.repeated
     if rest is None:
         return body
     try:
@@ -295,7 +295,7 @@ def rest_of(
         return no_worker_left(f"another worker failed: {error}")
     if rest.is_reached:
         failed, exchange.failed_worker = exchange.failed_worker, ""
-        exchange.rest = None
+        exchange.repeated = None
         exchange.wire.metrics.count_continuation(failed)
         exchange.set_state(ANSWERING)
         if lease is not None:

@@ -64,13 +64,13 @@ class Exchange(AttemptOwner):
         client: Client,
         request: Request,
         route: Route,
-        came_at: float = inf,
+        arrived_at: float = inf,
     ) -> None:
-        """Create an exchange; the time limit starts at `came_at`."""
+        """Create an exchange; the time limit starts at `arrived_at`."""
         super().__init__(wire, client, request, route)
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
-        self.deadline = came_at + self._limit_s
+        self.deadline = arrived_at + self._limit_s
         self._reader: LargeBodyReader | None = None
         self._owner_wait: OwnerWait | None = None  # also once it is over
         self._pending_decision: PendingDecision | None = None
@@ -149,10 +149,10 @@ class Exchange(AttemptOwner):
         wire, tenant = self.wire, self.request.head.tenant
         if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
             return spent
-        collecting, size = wire.collecting, len(self.request.body)
-        self._account = collecting.account(tenant)
+        budget, size = wire.body_budget, len(self.request.body)
+        self._account = budget.account(tenant)
         try:
-            collecting.reserve(size, self._account)
+            budget.reserve(size, self._account)
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
@@ -211,14 +211,16 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        if error is WorkerError.CONNECT or (self.begun is not None and outcome is Outcome.BUSY):
+        if error is WorkerError.CONNECT or (
+            self.begun_response is not None and outcome is Outcome.BUSY
+        ):
             free = True  # the worker has done nothing
         failure = LegFailure(
             outcome,
             avoid=None if moves else worker,
             retry_after_s=None if head is None else head.retry_after_s,
             free=free,
-            dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
+            dropped=error is WorkerError.RESET and not (attempt.response or self.begun_response),
             why=error.value if head is None else str(head.status),
         )
         placed = wire.router.retry(lease, now, failure)
@@ -263,10 +265,10 @@ class Exchange(AttemptOwner):
     # To the client
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        if self.begun is not None:
+        if self.begun_response is not None:
             if failed := self.failed_worker:  # the stream did not go on since
                 not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
-            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, refusal)
+            break_off(self, now, self.begun_response, refusal.message, NOT_CONTINUED, refusal)
             return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         if refusal.reason is Reason.ROUTER_FULL:
@@ -339,7 +341,7 @@ class Exchange(AttemptOwner):
     def forget_body(self) -> None:
         self.request.body = b""
         if self._held_bytes:
-            self.wire.collecting.release(self._held_bytes, self._account)
+            self.wire.body_budget.release(self._held_bytes, self._account)
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:

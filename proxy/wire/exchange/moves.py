@@ -69,7 +69,7 @@ def move(
         return PINNED
     attempts = replace(lease.attempts, moved=True)
     info, placer = attempts.enlarged or lease.info, exchange.wire.router.placer
-    if response is None or not response.has_begun or exchange.rest is not None:
+    if response is None or not response.has_begun or exchange.repeated is not None:
         if not placer.may_move(info, now, attempts):
             return NO_WORKER
     else:
@@ -98,8 +98,8 @@ class WorkerMoves:
         self.worker = worker
         self.moved = 0
         self.ended = asyncio.Event()
-        self._why = {exchange: WAITS for exchange in exchanges if exchange.uses(worker)}
-        self._waiting = deque(self._why)
+        self._why_not_moved = {exchange: WAITS for exchange in exchanges if exchange.uses(worker)}
+        self._waiting = deque(self._why_not_moved)
         self._held: list[ServedExchange] = []  # until the journal has their last tokens
 
     def step(self, now: float) -> None:
@@ -108,7 +108,7 @@ class WorkerMoves:
         for exchange in (*held, *(self._waiting.popleft() for _ in range(next_ones))):
             if not exchange.uses(self.worker):
                 continue
-            why = self._why[exchange] = exchange.move(now)
+            why = self._why_not_moved[exchange] = exchange.move(now)
             if not why:
                 self.moved += 1
             elif why == WAITS:
@@ -127,7 +127,9 @@ class WorkerMoves:
     def remaining(self) -> dict[str, int]:
         """Return how many requests the worker still has, by reason."""
         return dict(
-            Counter(why for exchange, why in self._why.items() if exchange.uses(self.worker))
+            Counter(
+                why for exchange, why in self._why_not_moved.items() if exchange.uses(self.worker)
+            )
         )
 
 
@@ -140,7 +142,7 @@ class Moves:
         self._roster = roster
         self._exchanges = exchanges
         self._clock = clock
-        self._of: dict[Worker, WorkerMoves] = {}
+        self._moves_of: dict[Worker, WorkerMoves] = {}
 
     async def move_all(self, name: str, within_s: float = MOVE_S) -> MovedRequests:
         """Move requests off a drained worker; return when all have moved that can, or later."""
@@ -150,9 +152,9 @@ class Moves:
         if not worker.draining:  # the message of the leading process comes later
             self._roster.drain(name)
         now = self._clock()
-        if (earlier := self._of.get(worker)) is not None:
+        if (earlier := self._moves_of.get(worker)) is not None:
             earlier.stop(now)
-        moves = self._of[worker] = WorkerMoves(worker, self._exchanges)
+        moves = self._moves_of[worker] = WorkerMoves(worker, self._exchanges)
         self.step(now)
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -160,13 +162,13 @@ class Moves:
         return moves.moved, moves.remaining()
 
     def step(self, now: float) -> None:
-        for worker, moves in list(self._of.items()):
+        for worker, moves in list(self._moves_of.items()):
             if worker.draining:
                 moves.step(now)
             else:
                 moves.stop(now)
             if moves.ended.is_set():
-                del self._of[worker]
+                del self._moves_of[worker]
                 left = ", ".join(f"{why} {n}" for why, n in moves.remaining().items())
                 logger.info(
                     "worker %s: %d requests moved, remaining: %s",

@@ -78,7 +78,7 @@ def body_with_targets(exchange: AttemptOwner, now: float) -> bytes:
     info, body = exchange.info, exchange.request.body
     if not exchange.wire.settings.pass_targets or info is None or not info.takes_arguments:
         return body
-    if exchange.begun is not None:  # has a token
+    if exchange.begun_response is not None:  # has a token
         return body
     targets = targets_left_ms(exchange, info, now)
     return edit_members(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body

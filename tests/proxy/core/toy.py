@@ -89,7 +89,7 @@ class Engine:
             if chunk and job.left == 0:
                 self.cached.update(job.info.prefix)
                 wrote.append((job, True))
-        seconds = speed.base_s + speed.each_s * len(decoding)
+        seconds = speed.base_s + speed.sequence_s * len(decoding)
         return seconds + speed.token_s * (speed.budget - budget), wrote
 
 

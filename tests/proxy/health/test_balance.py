@@ -111,7 +111,7 @@ def test_long_decode_steps_or_a_full_cache_make_a_worker_busy(
     router = router_with_sides()
     worker = worker_of(router, "d0")
     pace = worker.pace
-    pace.steps, pace.base_s, pace.each_s, worker.num_decoding = 1.0, base_s, each_s, decoding
+    pace.steps, pace.base_s, pace.sequence_s, worker.num_decoding = 1.0, base_s, each_s, decoding
     router.fleet.health.set_gauges("d0", Gauges(0.0, kv_usage=kv_usage))
     shown = shown_after(router)
     assert shown.decode.busy == pytest.approx(busy, abs=0.01)

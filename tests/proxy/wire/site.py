@@ -179,7 +179,7 @@ class Site:
             "charges": self.charges(),
             "queued": len(self.router.queue),
             "queued bytes": self.router.queue.bytes,
-            "bodies": self.wire.collecting.held,
+            "bodies": self.wire.body_budget.held,
             "answers expected": len(self.router.fleet._silent),
             "releases": len(self.wire.releases),
             "connections at work": [each for each in counts if each[1] == "busy" and each[2] > 0],

@@ -221,7 +221,7 @@ def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauge
 def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
-    worker.pace.token_s, worker.pace.passing = 0.001, 0.5
+    worker.pace.token_s, worker.pace.long_share = 0.001, 0.5
     lease = fleet.charge(make_info(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     fleet.health.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
