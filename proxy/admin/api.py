@@ -16,7 +16,7 @@ from fastapi import APIRouter, FastAPI, Query
 
 from proxy.admin.auth import HostCheck
 from proxy.admin.body_limit import BodyLimit
-from proxy.admin.errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
+from proxy.admin.errors import HANDLED, INVALID, AdminError, ErrorAnswer, handle_error
 from proxy.admin.key import AdminKey
 from proxy.admin.log_routes import log_routes
 from proxy.admin.reference import reference_routes
@@ -99,7 +99,7 @@ def admin_app(
     app.add_middleware(BodyLimit)
     app.add_middleware(HostCheck, host=host, key=key)
     for error_type in HANDLED:
-        app.add_exception_handler(error_type, answer)
+        app.add_exception_handler(error_type, handle_error)
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
     app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
     app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])

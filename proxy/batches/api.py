@@ -32,7 +32,7 @@ from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.headers import status_line
-from proxy.http.local_responses import answer, refuse
+from proxy.http.local_responses import refuse, respond
 from proxy.metrics.registry import CLIENT_GONE
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class BatchApiRequest:
         else:
             if body is not None:
                 headers = [(b"X-Request-Id", self._request.id)]
-                data = answer(200, body, headers=headers, keep_alive=self._is_kept_alive)
+                data = respond(200, body, headers=headers, keep_alive=self._is_kept_alive)
                 self._respond(200, data)
 
     @property
@@ -302,8 +302,8 @@ class BatchApiRequest:
             store, last = self._api.store, 0
             while (after := await store(Store.delete_results_after, file, last)) is not None:
                 last = after
-            gone = await store(Store.delete_file, self._tenant, file_id)
-            return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
+            deleted = await store(Store.delete_file, self._tenant, file_id)
+            return orjson.dumps({"id": file_id, "object": "file", "deleted": deleted})
         return orjson.dumps(file_json(file))
 
     async def _serve_batch(self, batch_id: str, action: str | None) -> bytes:

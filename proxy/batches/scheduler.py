@@ -196,8 +196,8 @@ class BatchScheduler:
         batches = await self._store(Store.active_batches)
         counted = batches if self.is_leader else ()
         self.counts.active = Counter(batch.status.value for batch in counted)
-        known = {batch.id for batch in batches}
-        for missing in self._running.keys() - known:
+        ids = {batch.id for batch in batches}
+        for missing in self._running.keys() - ids:
             self._cancel_lines(missing)
         for batch in batches:
             await self._advance_batch(batch)

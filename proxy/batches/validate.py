@@ -90,8 +90,8 @@ class InputFileCheck:
             return
         line = read_line(raw, self._number, start, self._endpoint)
         if isinstance(line, InputLine):
-            if (known := xxh3_128_digest(line.custom_id.encode())) not in self._ids:
-                self._ids.add(known)
+            if (digest := xxh3_128_digest(line.custom_id.encode())) not in self._ids:
+                self._ids.add(digest)
                 yield line
                 return
             message = f"The custom_id {line.custom_id[:100]!r} is already used by an earlier line."

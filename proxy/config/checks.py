@@ -199,8 +199,8 @@ def check_pools(draft: PartialConfig) -> Iterator[Problem]:
 
 def _largest(workers: Iterable[WorkerConfig], role: str) -> tuple[int, str] | None:
     """Return the largest context length of a role; None if the file does not state all of them."""
-    known = [(w.stated_max_model_len or 0, w.name) for w in workers if w.role == role]
-    return max(known) if known and all(length for length, _ in known) else None
+    contexts = [(w.stated_max_model_len or 0, w.name) for w in workers if w.role == role]
+    return max(contexts) if contexts and all(length for length, _ in contexts) else None
 
 
 def check_sizes(draft: PartialConfig) -> Iterator[Problem]:

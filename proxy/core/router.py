@@ -258,16 +258,16 @@ class Router:
         if queue.remote_queues is not None:  # other processes may need room
             queue.make_room(queue.mean_amounts, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
-        gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
+        ended: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
         queue.ended.clear()
         for ticket in queue.pop_expired(now):
             refusal = waited_too_long(ticket, queue, now)
-            gone.append((ticket, self.placer.count_refusal(ticket.info.model, refusal)))
-        gone += queue.dispatch(self._place_or_refuse, now)
-        for ticket, placement in gone:
+            ended.append((ticket, self.placer.count_refusal(ticket.info.model, refusal)))
+        ended += queue.dispatch(self._place_or_refuse, now)
+        for ticket, placement in ended:
             if isinstance(placement, Refusal):
                 billing.leave(ticket.info, now)
-        return gone
+        return ended
 
     def _place_or_refuse(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
         """Place a queued request, or refuse one without hope; None: it waits on."""

@@ -78,10 +78,10 @@ class Discovery:
         """Return the endpoints of each pool, for a process that takes over."""
         return {pool.config.name: pool.known for pool in self.pools}
 
-    def adopt(self, known: Mapping[str, Endpoints]) -> None:
+    def adopt(self, endpoints: Mapping[str, Endpoints]) -> None:
         """Take over endpoints and fleet from another process."""
         for pool in self.pools:
-            pool.known = dict(known.get(pool.config.name, {}))
+            pool.known = dict(endpoints.get(pool.config.name, {}))
         for name, (config, useful) in self._discovered_workers().items():
             worker = self._roster.get(name)
             if worker is not None and worker.url == config.url:
@@ -117,24 +117,24 @@ class Discovery:
         self.sync()
 
     def _configure(self, config: FleetConfig, keys: Mapping[str, str | None]) -> None:
-        taken = []
+        sources = []
         if (discovery := config.discovery) is not None:
-            taken = [(pool, self._find_source(discovery, pool)) for pool in discovery.pools]
+            sources = [(pool, self._find_source(discovery, pool)) for pool in discovery.pools]
         # Nothing below can fail.
-        for pool, (known, _) in taken:
-            known.config, known.key = pool, keys[pool.name]
-        self._sources = dict(known for _, known in taken)
+        for pool, (discovered, _) in sources:
+            discovered.config, discovered.key = pool, keys[pool.name]
+        self._sources = dict(source for _, source in sources)
         self._config = config
         # Requests for a model without workers, such as removed ones, get 503 instead of 404.
-        named = [pool.model for pool, _ in taken] + [worker.model for worker in config.workers]
+        named = [pool.model for pool, _ in sources] + [worker.model for worker in config.workers]
         self._roster.expect(model or config.model for model in named)
 
     def _find_source(
         self, discovery: DiscoveryConfig, pool: PoolConfig
     ) -> tuple[DiscoveredPool, AddressSource]:
-        for known, made in self._sources.items():
-            if self._is_same_source(known.config, pool, discovery):
-                return known, made
+        for discovered, source in self._sources.items():
+            if self._is_same_source(discovered.config, pool, discovery):
+                return discovered, source
         return DiscoveredPool(pool, self.sync), self._source_of(discovery, pool)
 
     def _is_same_source(self, old: PoolConfig, new: PoolConfig, discovery: DiscoveryConfig) -> bool:
@@ -150,12 +150,12 @@ class Discovery:
     def _update_tasks(self) -> None:
         for pool in self._tasks.keys() - self._sources.keys():
             self._tasks.pop(pool).cancel()
-        for pool, made in self._sources.items():
+        for pool, source in self._sources.items():
             task = self._tasks.get(pool)
             if task is None or task.done():
                 if task is not None and not task.cancelled() and (error := task.exception()):
                     logger.error("discovery of pool %s failed", pool.config.name, exc_info=error)
-                self._tasks[pool] = asyncio.create_task(made.run(pool), name="discovery")
+                self._tasks[pool] = asyncio.create_task(source.run(pool), name="discovery")
 
     def _drop_silent(self) -> None:
         for pool in self.pools:
@@ -178,10 +178,9 @@ class Discovery:
             self._roster.remove(name)
             logger.info("worker %s at %s is gone", name, worker.url)
         for name, (config, useful) in wanted.items():
-            known = self._mine.get(name) or self._add(config)
-            if known is not None:
-                self._set_journal(known, config.journal)
-                self._drain(known, draining=not useful)
+            if (added := self._mine.get(name) or self._add(config)) is not None:
+                self._set_journal(added, config.journal)
+                self._drain(added, draining=not useful)
 
     def _add(self, config: WorkerConfig) -> Worker | None:
         for other in self._roster:

@@ -70,13 +70,13 @@ def _endpoints(item: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
     port, journal_port = _port(numbers, pool.port), _port(numbers, JOURNAL_PORT)
     if port is None:
         return
-    for given in item.get("endpoints") or []:
+    for entry in item.get("endpoints") or []:
         # Kubernetes: consumers should use the first address only.
-        if not (addresses := given.get("addresses")):
+        if not (addresses := entry.get("addresses")):
             continue
         host = str(addresses[0])
-        target = given.get("targetRef") or {}
-        conditions = given.get("conditions") or {}
+        target = entry.get("targetRef") or {}
+        conditions = entry.get("conditions") or {}
         yield Endpoint(
             name_of(str(target["name"]) if target.get("name") else by_address(pool.name, host)),
             host,

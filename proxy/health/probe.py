@@ -135,8 +135,8 @@ class WorkerProbe:
             # A new process has an empty cache.
             self._fleet.roster.prefixes.forget(self._worker.index)
             self._worker.up_since = self._prober.clock()
-        known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
-        return (None if known else await questions.served_models()), gauges
+        is_recent = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
+        return (None if is_recent else await questions.served_models()), gauges
 
     async def _read_gauges(self, questions: ProbeClient) -> Gauges | None:
         try:

@@ -114,9 +114,9 @@ class Warmup:
         fleet, links = self._router.fleet, self._router.placer.links
         if fleet.roster.version != self._version:
             self._version = fleet.roster.version
-            here = {*fleet.roster}
-            links.keep_only(here)
-            self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
+            workers = {*fleet.roster}
+            links.keep_only(workers)
+            self._again = {k: v for k, v in self._again.items() if workers.issuperset(k)}
         for model in fleet.roster.models():
             pool = fleet.roster.pool(model)
             if not pool.prefills or not pool.num_decodes:

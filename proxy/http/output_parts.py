@@ -198,14 +198,14 @@ def unescape(texts: list[bytes]) -> str:
 
 def remove_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
     """Return an event's JSON without the known characters of each part."""
-    for part, known in parts:
+    for part, known_chars in parts:
         if not part.key:
-            if known:  # the client has the id of its first worker
+            if known_chars:  # the client has the id of its first worker
                 for name in ("id", "type"):
                     part.owner.pop(name, None)
                 (part.owner.get("function") or {}).pop("name", None)
-        elif known < len(part.text) or part.key == "text":
-            part.owner[part.key] = part.text[known:]
+        elif known_chars < len(part.text) or part.key == "text":
+            part.owner[part.key] = part.text[known_chars:]
         else:
             part.owner.pop(part.key)
     for choice in event.get("choices") or ():

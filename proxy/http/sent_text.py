@@ -196,13 +196,13 @@ class RestOfText:
                 self._end_early()
         elif ends or (parts and not self._ended):
             self.is_reached = True
-        known = sum(count for _, count in parts)
-        has_new_text = known < sum(len(part.text) for part, _ in parts)
+        known_chars = sum(count for _, count in parts)
+        has_new_text = known_chars < sum(len(part.text) for part, _ in parts)
         if has_new_text and self._ended:
             raise TextDiffersError
         if not has_new_text and (self._ended or not ends):
             return b""
-        if not known:
+        if not known_chars:
             return event
         return event[: match.start(1)] + remove_known(parts, whole) + event[match.end(1) :]
 
@@ -215,17 +215,17 @@ class RestOfText:
         left = self._left.get(part.channel, 0)
         if not left:
             return 0
-        known = min(left, len(part.text))
+        known_chars = min(left, len(part.text))
         expected, checksum = self._checksums[part.channel]
-        checksum = crc32(part.text[:known].encode(), checksum)
+        checksum = crc32(part.text[:known_chars].encode(), checksum)
         self._checksums[part.channel] = expected, checksum
-        if known < left:
-            self._left[part.channel] = left - known
+        if known_chars < left:
+            self._left[part.channel] = left - known_chars
         else:
             del self._left[part.channel]
             if checksum != expected:
                 raise TextDiffersError
-        return known
+        return known_chars
 
 
 class RestBehindText(RestOfText):

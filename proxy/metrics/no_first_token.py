@@ -58,9 +58,9 @@ class NoFirstToken:
     def observe_unstreamed(self, pool: str, model: str, size: str, seconds: float) -> None:
         self.whole[pool, model, size].observe(seconds)
 
-    def forget_models(self, gone: set[str]) -> None:
-        forget(self.left, lambda key: key[2] in gone)
-        forget(self.whole, lambda key: key[1] in gone)
+    def forget_models(self, models: set[str]) -> None:
+        forget(self.left, lambda key: key[2] in models)
+        forget(self.whole, lambda key: key[1] in models)
 
     def show(self, page: MetricsPage) -> None:
         page.histograms(LEFT, self.left.items())

@@ -176,17 +176,17 @@ class Metrics:
 
     def model_label(self, model: str) -> str:
         """Return the label of a model; `other` for models that no worker serves."""
-        known = self._models
-        if model in known:
+        models = self._models
+        if model in models:
             return model
         serves = self.router.fleet.roster.serves
         if not serves(model):
             return OTHER
-        if len(known) >= MAX_MODELS and self._cleanup_due():
-            self._forget_models({name for name in known if not serves(name)})
-        if len(known) >= MAX_MODELS:
+        if len(models) >= MAX_MODELS and self._cleanup_due():
+            self._forget_models({name for name in models if not serves(name)})
+        if len(models) >= MAX_MODELS:
             return OTHER
-        known.add(model)
+        models.add(model)
         return model
 
     def _series(self, key: RequestKey) -> Series:
@@ -225,25 +225,25 @@ class Metrics:
         forget(self.retries, lambda key: key[0] not in stay)
         forget(self.continuations, lambda worker: worker not in stay)
 
-    def _forget_models(self, gone: set[str]) -> None:
-        self._models -= gone
+    def _forget_models(self, models: set[str]) -> None:
+        self._models -= models
         router = self.router
         # Replaced, not changed, because a scrape may be iterating over them. Otherwise the counts
         # would become `other`.
         router.placer.decisions = {
-            key: n for key, n in router.placer.decisions.items() if key[0] not in gone
+            key: n for key, n in router.placer.decisions.items() if key[0] not in models
         }
         router.placer.handovers = {
-            key: n for key, n in router.placer.handovers.items() if key[0] not in gone
+            key: n for key, n in router.placer.handovers.items() if key[0] not in models
         }
-        self.handovers.forget_models(gone)
-        self.unseen.forget_models(gone)
-        forget(self.requests, lambda key: _model_of(key) in gone)
+        self.handovers.forget_models(models)
+        self.unseen.forget_models(models)
+        forget(self.requests, lambda key: _model_of(key) in models)
         tables: tuple[dict[tuple[str, ...], Any], ...] = (
             self.ttft, self.predicted, self.tpot, self.waits, self.phases
         )  # fmt: skip
         for table in tables:
-            forget(table, lambda key: key[1] in gone)
+            forget(table, lambda key: key[1] in models)
 
 
 def _model_of(key: RequestKey) -> str:

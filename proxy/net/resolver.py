@@ -86,11 +86,11 @@ class Resolver:
         """Return cached or new addresses; raise `OSError` or `UnicodeError`."""
         if is_address(host):
             return (host,)
-        known, now = self._known.get(host), time.monotonic()
-        if known is None:
+        cached, now = self._known.get(host), time.monotonic()
+        if cached is None:
             return await self.look_up(host)
-        if now < known.until:
-            return known.result()
+        if now < cached.until:
+            return cached.result()
         look_up = self._begin(host, now)
         try:
             async with asyncio.timeout(max(look_up.began + REFRESH_WAIT_S - now, 0.0)):
@@ -98,7 +98,7 @@ class Resolver:
         except OSError as error:  # or its subclass `TimeoutError`
             if _is_final(error):
                 raise
-        return known.result()
+        return cached.result()
 
     async def look_up(self, host: str) -> Addresses:
         """Return the addresses from a new look-up."""
@@ -106,20 +106,20 @@ class Resolver:
 
     def expire(self, host: str) -> None:
         """Expire cached addresses after a failed connection."""
-        known = self._known.get(host)
-        if known is not None:
-            self._known[host] = known._replace(until=0.0)
+        cached = self._known.get(host)
+        if cached is not None:
+            self._known[host] = cached._replace(until=0.0)
 
     def _begin(self, host: str, now: float) -> PendingLookup:
         lookup = self._under_way.get(host)
         if lookup is not None:
             return lookup
-        answer: Future[Addresses] = Future()
-        answer.set_running_or_notify_cancel()  # waiters can't cancel it
-        look_up = self._under_way[host] = PendingLookup(now, answer)
-        answer.add_done_callback(lambda answer: self._cache_result(host, answer))
+        result: Future[Addresses] = Future()
+        result.set_running_or_notify_cancel()  # waiters can't cancel it
+        look_up = self._under_way[host] = PendingLookup(now, result)
+        result.add_done_callback(lambda result: self._cache_result(host, result))
         with self._lock:
-            self._waiting.append((host, answer))
+            self._waiting.append((host, result))
             if self._threads >= MAX_THREADS:
                 return look_up
             self._threads += 1
@@ -136,8 +136,8 @@ class Resolver:
             left = [] if self._threads else list(self._waiting)
             if left:
                 self._waiting.clear()
-        for _, answer in left:
-            answer.set_exception(OSError(errno.ENOMEM, "no thread for a look-up"))
+        for _, result in left:
+            result.set_exception(OSError(errno.ENOMEM, "no thread for a look-up"))
 
     def _work(self) -> None:
         while True:
@@ -145,22 +145,22 @@ class Resolver:
                 if not self._waiting:
                     self._threads -= 1
                     return
-                host, answer = self._waiting.popleft()
+                host, result = self._waiting.popleft()
             try:
                 addresses = self._ask(host)
             except Exception as error:  # `UnicodeError` for an invalid name
-                answer.set_exception(error)
+                result.set_exception(error)
             else:
-                answer.set_result(addresses)
+                result.set_result(addresses)
 
-    def _cache_result(self, host: str, answer: Future[Addresses]) -> None:
+    def _cache_result(self, host: str, result: Future[Addresses]) -> None:
         """Cache a result. Runs in the look-up's thread, so a cancelled waiter does not lose it."""
-        error, known = answer.exception(), self._known.get(host)
-        if known is None and len(self._known) >= MAX_CACHED_NAMES:
+        error, cached = result.exception(), self._known.get(host)
+        if cached is None and len(self._known) >= MAX_CACHED_NAMES:
             self._known.clear()
         if error is None:
-            self._known[host] = CachedLookup(answer.result(), time.monotonic() + CACHE_TTL_S)
-        elif known is None or _is_final(error) or isinstance(known.outcome, BaseException):
+            self._known[host] = CachedLookup(result.result(), time.monotonic() + CACHE_TTL_S)
+        elif cached is None or _is_final(error) or isinstance(cached.outcome, BaseException):
             self._known[host] = CachedLookup(error, 0.0)
         self._under_way.pop(host, None)
 

@@ -229,13 +229,13 @@ class Supervisor:
 
     async def _start_child(self, index: int) -> Child:
         own_end, child_end = socket.socketpair()
-        given = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
-        command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
+        inherited = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
+        command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, inherited)]
         # The child must import the same modules as this process.
         path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=inherited, env=env)
         except OSError:
             own_end.close()
             raise

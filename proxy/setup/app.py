@@ -327,11 +327,11 @@ class App:
     def _reread_config(self, source: Path) -> FleetConfig:
         """Read the file; workers keep the addresses that `up` chose for them."""
         config = self._read(source)
-        known = {worker.name: worker for worker in self.config.workers}
+        by_name = {worker.name: worker for worker in self.config.workers}
         workers: list[WorkerConfig] = []
         problems: list[Problem] = []
         for index, worker in enumerate(config.workers):
-            before = known.get(worker.name, worker)
+            before = by_name.get(worker.name, worker)
             chosen = {key: getattr(before, key) for key in worker.keys_to_choose}
             workers.append(worker.model_copy(update=chosen))
             why = "missing, and a reload starts no worker; set it, or restart"

@@ -41,8 +41,8 @@ def read_keys(
 def key_problems(draft: PartialConfig) -> list[Problem]:
     """Return what is wrong with the keys of tenants that name a source of keys."""
     problems: list[Problem] = []
-    known = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
-    _keys(known, os.environ, problems)
+    with_keys = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
+    _keys(with_keys, os.environ, problems)
     return problems
 
 

@@ -223,11 +223,11 @@ def _sizes(info: RequestInfo) -> dict[str, Any]:
 
 
 def _unread(seen: ObservedRequest) -> dict[str, Any]:
-    known = {
+    fields = {
         "tenant": None if seen.tenant is None else seen.tenant.name,
         "class": BATCH if seen.is_batch else None,
     }
-    return UNREAD | known
+    return UNREAD | fields
 
 
 def outcome(status: int) -> str:

@@ -108,7 +108,7 @@ class WireContext(Protocol):
     def count_refused(
         self,
         refusal: Refusal,
-        answer: bytes,
+        response: bytes,
         request: Request | None = None,
         request_id: bytes = b"",
     ) -> None:

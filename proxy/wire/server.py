@@ -264,12 +264,12 @@ class WireServer:
     def count_refused(
         self,
         refusal: Refusal,
-        answer: bytes,
+        response: bytes,
         request: Request | None = None,
         request_id: bytes = b"",
     ) -> None:
         done = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
-        self.count_answered(done, request, len(answer), request_id)
+        self.count_answered(done, request, len(response), request_id)
 
     def count_answered(
         self,

@@ -162,8 +162,8 @@ def _split_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str,
 
 
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
-    given = "--max-model-len" in flag_names(flags)  # may be "32k", which only vLLM parses
-    length = int_value(flags, "--max-model-len") if given else _context_length(model)
+    is_stated = "--max-model-len" in flag_names(flags)  # may be "32k", which only vLLM parses
+    length = int_value(flags, "--max-model-len") if is_stated else _context_length(model)
     return EngineFacts(
         max_model_len=length or UNKNOWN_LIMIT,
         max_num_batched_tokens=int_value(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,

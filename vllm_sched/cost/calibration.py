@@ -104,8 +104,8 @@ def _fit(steps: Sequence[TimedStep], floor: float) -> StepTime:
 def _scaled_to_total(time: StepTime, steps: Sequence[TimedStep], spread: float) -> StepTime:
     expected = [time.seconds(step.shape) for step in steps]
     most = 1 + HICCUP_ERRORS * spread
-    took = [min(step.seconds, most * usual) for step, usual in zip(steps, expected, strict=True)]
-    factor = sum(took) / sum(expected)
+    capped = [min(step.seconds, most * usual) for step, usual in zip(steps, expected, strict=True)]
+    factor = sum(capped) / sum(expected)
     return StepTime(**{name: factor * value for name, value in time.to_json().items()})
 
 

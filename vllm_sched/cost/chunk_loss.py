@@ -46,10 +46,10 @@ def best_chunk(
         return time.seconds(StepShape.from_chunks([chunk], shape.decodes, shape.context_tokens))
 
     size, least = max_tokens, least_chunk(max_tokens, block_tokens)
-    took = seconds(size)
+    size_s = seconds(size)
     while size // 2 >= least:
         half_s = seconds(size // 2)
-        if 2 * half_s > took * (1 + accepted_loss(took, itl_s)):
+        if 2 * half_s > size_s * (1 + accepted_loss(size_s, itl_s)):
             break
-        size, took = size // 2, half_s
+        size, size_s = size // 2, half_s
     return size

@@ -42,9 +42,9 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     )
 
 
-def _element_bytes(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> int:
-    name = asked
-    if asked == "auto":
+def _element_bytes(config: Mapping[str, Any], text: Mapping[str, Any], wanted: str) -> int:
+    name = wanted
+    if wanted == "auto":
         dtypes = [
             section.get(key) for section in (text, config) for key in ("dtype", "torch_dtype")
         ]

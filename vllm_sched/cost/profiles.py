@@ -206,11 +206,11 @@ USAGE: Final = (
 
 
 def _key(text: str) -> ProfileKey:
-    given = DEFAULTS | read_parts(text)
+    parts = DEFAULTS | read_parts(text)
     for name in KEYS:
-        if name not in given:
+        if name not in parts:
             raise UsageError(f"profile {text}: {name} is missing; valid: {_values(name)}")
-    return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
+    return ProfileKey(parts["model"], parts["system"], parts["dtype"], int(parts["tp"]))
 
 
 def matching_names(text: str) -> list[str]:
@@ -218,12 +218,12 @@ def matching_names(text: str) -> list[str]:
 
     Another text is returned as it is.
     """
-    if "=" not in text or (given := read_parts(text)).keys() >= set(KEYS):
+    if "=" not in text or (wanted := read_parts(text)).keys() >= set(KEYS):
         return [text]
     key = _key(text)
 
     def matches(other: ProfileKey) -> bool:
-        return all(str(getattr(other, name)) == value for name, value in given.items())
+        return all(str(getattr(other, name)) == value for name, value in wanted.items())
 
     names = [key.name for key in measured() if matches(key)]
     if not names:
@@ -242,49 +242,47 @@ def read_parts(text: str) -> dict[str, str]:
         parts = list(reader)
     except ValueError:
         raise UsageError(f"profile {text}: a quotation mark is not closed") from None
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in parts:
         name, _, value = part.partition("=")
         if name not in KEYS or not value:
             raise UsageError(f"profile {text}: {part!r} is not KEY=VALUE of {', '.join(KEYS)}")
-        if name in given:
+        if name in values:
             raise UsageError(f"profile {text}: {name} is given twice")
-        given[name] = value
-    tp = given.get("tp", "1")
+        values[name] = value
+    tp = values.get("tp", "1")
     if not (tp.isascii() and tp.isdigit() and len(tp) < 5 and int(tp)):
         raise UsageError(f"profile {text}: tp={tp} is not a number of GPUs")
-    return given
+    return values
 
 
 def find(text: str) -> Profile:
     """Return a built-in profile, or raise an error with the valid names or values."""
     if (profile := ASSUMED.get(text)) is not None:
         return profile
-    known = measured()
+    built_in = measured()
     spelt_out = "=" in text
     key = _key(text) if spelt_out else key_of_name(text)
-    if key is None or not (spelt_out or any(key.system == other.system for other in known)):
+    if key is None or not (spelt_out or any(key.system == other.system for other in built_in)):
         raise UsageError(
             f"unknown profile {text!r}; valid: {USAGE}; valid systems: {_values('system')}; or "
             "measure your own with `vllm-sched calibrate --save cost.json`"
         )
-    if key in known:
-        return known[key]
+    if key in built_in:
+        return built_in[key]
     why = unavailable().get(key, "")
-    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known), why)}", key)
+    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(built_in), why)}", key)
 
 
-def _mismatch(key: ProfileKey, known: list[ProfileKey], why: str) -> str:
+def _mismatch(key: ProfileKey, keys: list[ProfileKey], why: str) -> str:
     """Return which part of the key no built-in profile has, with the valid values."""
     for place, name in ((1, "system"), (0, "model"), (2, "dtype"), (3, "tp")):
-        matching = [other for other in known if other[place] == key[place]]
+        matching = [other for other in keys if other[place] == key[place]]
         if not matching:
-            valid = ", ".join(
-                str(value) for value in dict.fromkeys(other[place] for other in known)
-            )
+            valid = ", ".join(str(value) for value in dict.fromkeys(other[place] for other in keys))
             because = f" ({why})" if why else ""
             return f"no built-in profile has {name}={key[place]}; valid here: {valid}{because}"
-        known = matching
+        keys = matching
     raise AssertionError(key)
 
 

@@ -116,20 +116,20 @@ class WorkerKeeper:
 
     def _watch(self) -> WorkerError:
         """Return the cause of death once the worker dies or hangs."""
-        asked = self._clock()
-        answered = asked
+        checked_at = self._clock()
+        answered = checked_at
         while True:
             self._pause(CHECK_INTERVAL_S)
             try:
                 self._worker.check()
             except WorkerError as error:
                 return error
-            if self._clock() - asked < HEALTH_INTERVAL_S:
+            if self._clock() - checked_at < HEALTH_INTERVAL_S:
                 continue
-            asked = self._clock()
+            checked_at = self._clock()
             if self._worker.is_healthy():
-                answered = asked
-            elif asked - answered >= MAX_UNHEALTHY_S:
+                answered = checked_at
+            elif checked_at - answered >= MAX_UNHEALTHY_S:
                 name = self._worker.name
                 return WorkerError(f"{name} has not answered /health for {MAX_UNHEALTHY_S:g} s")
 

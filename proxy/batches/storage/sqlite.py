@@ -175,8 +175,8 @@ def connect(path: Path) -> sqlite3.Connection:
                 for statement in TABLES.split(";"):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
-            known = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
-            if version in (0, VERSION) and connection.execute(known).fetchone() is None:
+            has_table = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
+            if version in (0, VERSION) and connection.execute(has_table).fetchone() is None:
                 for statement in sqlite_usage():
                     connection.execute(statement)
     except (OSError, sqlite3.Error) as error:

@@ -110,12 +110,12 @@ class Store(FileStore):
             return self._delete_some_lines(batch)
 
     def _delete_some_lines(self, batch: Batch) -> bool:
-        gone = self.backend.execute(
+        deleted = self.backend.execute(
             "DELETE FROM lines WHERE batch = ? AND number IN "
             "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
             (batch.id, batch.id, MAX_LINES),
         )
-        return gone.rowcount >= MAX_LINES
+        return deleted.rowcount >= MAX_LINES
 
     def add_lines(self, batch: Batch, lines: Iterable[InputLine]) -> None:
         with self.backend.writing():
@@ -158,10 +158,10 @@ class Store(FileStore):
         """Let other processes run these lines."""
         self.backend.release_lines(batch.id, numbers)
 
-    def release_other_lines(self, known: Collection[tuple[str, int]]) -> None:
+    def release_other_lines(self, kept: Collection[tuple[str, int]]) -> None:
         """Release claimed lines, except known ones."""
         for line in self.backend.claimed_lines():
-            if line not in known:
+            if line not in kept:
                 self.backend.release_lines(line[0], line[1:])
 
     def save_results(self, results: Sequence[LineResult]) -> None:

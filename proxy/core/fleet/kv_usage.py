@@ -110,9 +110,9 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
         estimate = inside + worker.decode_tokens + worker.kv_coming
         worker.kv_overcharged = max(charged - int(estimate), 0)
     elif gauges.kv_usage > KV_FULL:
-        there = max(gauges.running + gauges.waiting, 1)
+        requests = max(gauges.running + gauges.waiting, 1)
         with_queue = inside * (1.0 + queued / max(gauges.running, 1))
-        estimate = with_queue * min(worker.sequences / there, 1.0)
+        estimate = with_queue * min(worker.sequences / requests, 1.0)
         most = charged + saved * (1.0 - max(worker.pace.evicted_share, worker.kv_unshared))
         worker.kv_overcharged = min(charged - int(min(estimate, most)), 0)
     worker.kv_uncharged = max(int(inside) - charged + worker.kv_overcharged, 0)

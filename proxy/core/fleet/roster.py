@@ -199,8 +199,8 @@ class Roster:
             if self._left.get(worker.url) is worker:
                 del self._left[worker.url]
 
-    def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
-        for worker in gone:
+    def swap(self, removed: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
+        for worker in removed:
             self._detach_worker(worker)
         free = self._free()
         for spec in come:
@@ -210,16 +210,16 @@ class Roster:
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
         """Replace the workers; the same address and model keep their state."""
         wanted = {spec.name: spec for spec in specs}
-        gone = []
+        removed = []
         for worker in self:
             spec = wanted.get(worker.name)
             if spec is None or not worker.matches(spec):
-                gone.append(worker)
+                removed.append(worker)
             else:
                 del wanted[worker.name]
                 worker.respecify(spec)
                 self.load_changed(worker)
-        self.swap(gone, wanted.values())
+        self.swap(removed, wanted.values())
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
         """Apply a spec with the same address and model."""

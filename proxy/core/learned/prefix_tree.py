@@ -91,10 +91,10 @@ class PrefixTree:
             node = above
 
 
-def _common_length(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
+def _common_length(first: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
     while low < high:
         middle = (low + high) // 2
-        if one[middle] == other[middle]:
+        if first[middle] == other[middle]:
             low = middle + 1
         else:
             high = middle

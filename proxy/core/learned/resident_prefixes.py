@@ -113,8 +113,8 @@ class ResidentPrefixes:
         blocks, hashes, index = self._blocks, prompt.hashes, self._index
         whole = range(prompt.whole_blocks(tokens, self.block_tokens))
         if missing := [at for at in whole if hashes[at] not in blocks]:
-            known, before = index.reported_prefix(hashes)
-            begin = COVERED[known] if known else -prompt.bytes_before
+            reported, before = index.reported_prefix(hashes)
+            begin = COVERED[reported] if reported else -prompt.bytes_before
             left = prompt.prompt_tokens - before
             per_byte = left / max(prompt.prompt_bytes - begin, 1)
             is_text = 1 / MAX_BYTES_PER_TOKEN <= per_byte <= 1 / MIN_BYTES_PER_TOKEN

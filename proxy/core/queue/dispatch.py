@@ -77,14 +77,14 @@ class DispatchRound:
         buckets, others = self._buckets.in_order(), self._remote_queues
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
         for ((model, _), rank), bucket in buckets:
-            known = oldest.setdefault(model, {})
-            known[rank] = min(known.get(rank, bucket.oldest), bucket.oldest)
-        first = {model: min(known) for model, known in oldest.items()}  # local
+            arrivals = oldest.setdefault(model, {})
+            arrivals[rank] = min(arrivals.get(rank, bucket.oldest), bucket.oldest)
+        first = {model: min(arrivals) for model, arrivals in oldest.items()}  # local
         if others is not None and others.waits:
-            for model, known in oldest.items():
+            for model, arrivals in oldest.items():
                 for rank, since in others.oldest(model).items():
-                    known[rank] = min(known.get(rank, since), since)
-        aged = {model: self._aged_classes(model, known) for model, known in oldest.items()}
+                    arrivals[rank] = min(arrivals.get(rank, since), since)
+        aged = {model: self._aged_classes(model, arrivals) for model, arrivals in oldest.items()}
         turns: dict[tuple[AgeOrder, Rank], list[Iterator[Entry]]] = {}
         for (place, rank), bucket in buckets:
             model = place.model

@@ -148,9 +148,9 @@ def _share(used: Amounts, limits: Amounts, tenant: Tenant | None) -> float:
     return share if tenant is None else share / tenant.spec.weight
 
 
-def add_amounts(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
+def add_amounts(first: Amounts, other: Amounts, sign: int = 1) -> Amounts:
     return Amounts(
-        one.requests + sign * other.requests,
-        one.bytes + sign * other.bytes,
-        one.tokens + sign * other.tokens,
+        first.requests + sign * other.requests,
+        first.bytes + sign * other.bytes,
+        first.tokens + sign * other.tokens,
     )

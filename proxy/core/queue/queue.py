@@ -111,16 +111,16 @@ class Queue:
         length = max(self.length, 1)
         return Amounts(1, self.bytes / length, self.tokens / length)
 
-    def _excess(self, one: Amounts) -> Amounts:
+    def _excess(self, request: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
         total, limits = self._total_amounts(), self._max_amounts()
         if (others := self.remote_queues) is not None:
-            parts, own = others.processes + 1, add_amounts(self._own_amounts(), one)
+            parts, own = others.processes + 1, add_amounts(self._own_amounts(), request)
             if all(amount * parts <= limit for amount, limit in zip(own, limits, strict=True)):
                 return NO_AMOUNTS
         if not total.requests:  # an empty queue takes a prompt of any size
             limits = limits._replace(tokens=inf)
-        return add_amounts(add_amounts(total, one), limits, -1)
+        return add_amounts(add_amounts(total, request), limits, -1)
 
     def _own_amounts(self) -> Amounts:
         return Amounts(self.length, self.bytes, self.tokens)
@@ -170,9 +170,9 @@ class Queue:
     def count_waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = Place(model, LONG if long else SHORT)
-        here = sum(self._buckets.count(place, rank) for rank in ABOVE_BATCH)
+        count = sum(self._buckets.count(place, rank) for rank in ABOVE_BATCH)
         remote = self.remote_queues
-        return here + (remote is not None and remote.has_higher_class(place, BATCH))
+        return count + (remote is not None and remote.has_higher_class(place, BATCH))
 
     def has_waiting_for(self, model: str) -> bool:
         if any(self._buckets.places(model)):
@@ -282,14 +282,14 @@ class Queue:
         return True
 
     def pop_expired(self, now: float) -> list[Ticket]:
-        gone: list[Ticket] = []
+        expired: list[Ticket] = []
         deadlines = self._deadlines
         while deadlines and (deadlines[0].at <= now or deadlines[0].ticket.removed):
             ticket = heappop(deadlines).ticket
             if self.remove(ticket):
-                gone.append(ticket)
+                expired.append(ticket)
                 deadlines = self._deadlines
-        return gone
+        return expired
 
     def dispatch(
         self, place: Callable[[Ticket, float], Placement | None], now: float = 0.0

@@ -178,7 +178,7 @@ def _find_members(
         in_body = _find_unique(body, names) if names else []
         if in_body is not None:
             return in_body
-    there = None
+    walked = None
     if len(body) <= SMALL_BODY_BYTES and not (b"\\u00" in body and ESCAPED.search(body)):
         # Unescaped quotes: a key, or the end of a string.
         first, find = len(body), body.find
@@ -188,8 +188,8 @@ def _find_members(
         if first == len(body):
             return []
         if body[first - 1] != BACKSLASH:
-            there = _walk(body, first, masked(body))
-    return [member for member in there or members(body) if member.name in names]
+            walked = _walk(body, first, masked(body))
+    return [member for member in walked or members(body) if member.name in names]
 
 
 def count_members(body: bytes, name: str) -> int:
@@ -212,13 +212,13 @@ def edit_members(
     names = _encode_names(tuple(fields))
     pieces: list[bytes] = []
     at = 0
-    there: set[str] = set()
+    edited: set[str] = set()
     text: bytes | None = None
     if known_members is None:
         known_members = _find_members(body, names, field_names)
     for key, start, value, end in known_members:
         name = names[key][0]
-        there.add(name)
+        edited.add(name)
         text = fields[name]
         if text is not None:
             pieces += (body[at:value], text)
@@ -230,7 +230,7 @@ def edit_members(
     new = [
         b"%b:%b" % (quoted, added)
         for name, quoted in names.values()
-        if (added := fields[name]) is not None and name not in there
+        if (added := fields[name]) is not None and name not in edited
     ]
     if new:
         end = _last_non_space(body, body.rindex(b"}")) + 1

@@ -61,13 +61,13 @@ class Sizer:
         tenant, prior = info.tenant, self.prior(info.model, info.route)
         if tenant is None:
             return prior.base
-        key, known = (info.model, info.route), tenant.learned
-        own = known.pop(key, None)
+        key, learned = (info.model, info.route), tenant.learned
+        own = learned.pop(key, None)
         if own is None:
             own = prior.new_sizes()
-            if len(known) >= MAX_RATES_PER_TENANT:
-                del known[next(iter(known))]
-        known[key] = own
+            if len(learned) >= MAX_RATES_PER_TENANT:
+                del learned[next(iter(learned))]
+        learned[key] = own
         prior.update(tenant.name, own)
         return own
 

@@ -227,8 +227,8 @@ def handover_offers(candidates: list[Worker], costs: list[float], view: View) ->
 
 def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Worker:
     """Return the worker with the least cost; ties go to fit, load, turn."""
-    near = min(costs) * (1.0 + EQUAL_COST_SHARE) + EQUAL_COST_S
-    close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= near]
+    highest = min(costs) * (1.0 + EQUAL_COST_SHARE) + EQUAL_COST_S
+    close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= highest]
     return min(close, key=SUITS_LONG if long else SUITS_SHORT) if len(close) > 1 else close[0]
 
 

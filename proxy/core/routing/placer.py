@@ -293,8 +293,8 @@ class Placer:
             for w in self.roster.workers_of(info.model)
         )
         if decision is not None:
-            asked = view.pool.num_decodes and self.settings.transfer
-            verdict = handover_cost.handover_verdict(decision, view) if asked else ""
+            hands_over = view.pool.num_decodes and self.settings.transfer
+            verdict = handover_cost.handover_verdict(decision, view) if hands_over else ""
             turn = candidate_rules.turn_of(view, decision.worker) if info.session else ""
             return replace(decision, scores=scores, verdict=verdict, turn=turn)
         return replace(self._explain_wait(view), scores=scores)

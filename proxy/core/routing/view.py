@@ -91,12 +91,12 @@ class HandoverOffer:
         Its pace is learned from short prompts; for long ones the prefill worker's counts. Chunks
         stall decodes for all but one step. A hand-over waits for a slot only after its prefill.
         """
-        tokens, here, there = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
-        token_s = here.token_s
-        if there.handover_tokens and there.token_s > token_s:
-            token_s += (there.token_s - token_s) * min(tokens / there.handover_tokens, 1.0)
+        tokens, pace, remote = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
+        token_s = pace.token_s
+        if remote.handover_tokens and remote.token_s > token_s:
+            token_s += (remote.token_s - token_s) * min(tokens / remote.handover_tokens, 1.0)
         prefill_s = token_s * tokens
-        lost_s = max(prefill_s - here.step_s(worker.num_decoding), PREFILL_STALL_SHARE * prefill_s)
+        lost_s = max(prefill_s - pace.step_s(worker.num_decoding), PREFILL_STALL_SHARE * prefill_s)
         others_s = lost_s * (worker.num_decoding + worker.foreign_requests)
         more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
         later_shorts_s = self.shorts_per_s * prefill_s * prefill_s / 2.0

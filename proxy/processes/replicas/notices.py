@@ -86,7 +86,7 @@ class Notices:
         _keep(self._drains, message.name, state, MAX_DRAINS)
 
 
-def _keep(known: dict[str, Value], name: str, value: Value, limit: int) -> None:
-    known[name] = value
-    if len(known) > limit:
-        del known[next(iter(known))]
+def _keep(values: dict[str, Value], name: str, value: Value, limit: int) -> None:
+    values[name] = value
+    if len(values) > limit:
+        del values[next(iter(values))]

@@ -209,8 +209,8 @@ class RemoteSheets:
             member.is_lost = True
             return
         if whole:
-            gone = process.loads.keys() - part.loads.keys()
-            part.loads.update(dict.fromkeys(gone, (NO_LOAD, 0.0)))
+            ended_rows = process.loads.keys() - part.loads.keys()
+            part.loads.update(dict.fromkeys(ended_rows, (NO_LOAD, 0.0)))
             part.usage.update(dict.fromkeys(process.usage.keys() - part.usage.keys(), NO_USAGE))
         sheet, offset = self._table.sheet(process.index), member.offset
         if part.life != process.life:  # a new process: readers start anew
@@ -288,8 +288,8 @@ class RemoteSheets:
                 continue  # of a host that has not forgotten it yet
             before = self.history.setdefault(name, {})
             for mark, shares in settled.items():
-                known = before.get(mark, NO_SHARES)
-                if (larger := tuple(map(max, shares, known))) != known:
+                shares_before = before.get(mark, NO_SHARES)
+                if (larger := tuple(map(max, shares, shares_before))) != shares_before:
                     before[mark] = larger
                     marks.add(mark)
         charges = sum(map(len, self.history.values()))
@@ -318,8 +318,8 @@ class RemoteSheets:
         for mark in marks:
             if (row := self._table.tenant_row(mark)) is not None:
                 ended = (*self.history.values(), self.folded)
-                known = [charges.get(mark, NO_SHARES) for charges in ended]
-                settled = tuple(map(sum, zip(*known, strict=True)))
+                shares = [charges.get(mark, NO_SHARES) for charges in ended]
+                settled = tuple(map(sum, zip(*shares, strict=True)))
                 sheet.write_usage(row, TenantRow(settled=settled))
                 sheet.mark_changed(row, TENANT_CHANGES)
 

@@ -22,7 +22,7 @@ from proxy.http.local_responses import refuse
 from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState
 from proxy.wire.client.closing import Closing
-from proxy.wire.client.local_endpoints import METRICS, local_answer
+from proxy.wire.client.local_endpoints import METRICS, local_response
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
 from proxy.wire.sockets import socket_of
@@ -253,12 +253,12 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.start(now)
             return
         if head.route is None and head.refusal is None:
-            self.write(local_answer(wire, request, keep_alive=keep_alive))
+            self.write(local_response(wire, request, keep_alive=keep_alive))
         else:
             refusal = head.refusal or refusals.draining()
-            answer = refuse(refusal, request, keep_alive=keep_alive)
-            wire.count_refused(refusal, answer, request)
-            self.write(answer)
+            response = refuse(refusal, request, keep_alive=keep_alive)
+            wire.count_refused(refusal, response, request)
+            self.write(response)
         self.end_response(now, keep_alive=keep_alive)
 
     def _pause_reading(self) -> None:
@@ -313,11 +313,11 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()
         path = self._reader.path
-        answer = refuse(refusal, request=None, keep_alive=False, request_id=request_id, path=path)
-        self._wire.count_refused(refusal, answer, request_id=request_id)
+        response = refuse(refusal, request=None, keep_alive=False, request_id=request_id, path=path)
+        self._wire.count_refused(refusal, response, request_id=request_id)
         self._reader.drop()
         self._resume_reading()
-        self.write(answer)
+        self.write(response)
         self.deadline = now + self._wire.settings.linger_s
         self._wire.write_batch.flush()
         if self._transport.can_write_eof():

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.local_responses import answer, refuse
+from proxy.http.local_responses import refuse, respond
 
 if TYPE_CHECKING:
     from proxy.http.request import Request
@@ -54,7 +54,7 @@ class MetricsRequest:
             body, kind = written.result()
             headers = [(b"X-Request-Id", request.id)]
             bodiless = request.head.method == "HEAD"
-            page = answer(
+            page = respond(
                 200, body, kind.encode(), headers=headers, keep_alive=keep_alive, bodiless=bodiless
             )
             self._client.write(page)

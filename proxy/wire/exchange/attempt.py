@@ -107,12 +107,12 @@ class Attempt:
         pool = wire.pools.pool_for(lease.worker)
         pool.send(now, self, to_worker(request, pool, body_with_targets(exchange, now), request.id))
 
-    def prefill_ended(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, response: bytes) -> None:
         handover, exchange = self.handover, self._exchange
         if handover is None:
             return
         exchange.record.prefilled_at = now
-        if handover.decode(now, self, answer):
+        if handover.decode(now, self, response):
             exchange.set_state(SENT)
         elif refusal := exchange.try_another(now, Outcome.MOOT, WorkerError.CONNECT):
             exchange.refuse(now, refusal)

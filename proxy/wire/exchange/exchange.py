@@ -171,15 +171,15 @@ class Exchange(AttemptOwner):
     def _place(self, now: float, info: RequestInfo) -> None:
         self._wait_or_run(now, self.wire.router.submit(info, now))
 
-    def _wait_or_run(self, now: float, answer: Lease | Ticket | Refusal) -> None:
+    def _wait_or_run(self, now: float, placement: Lease | Ticket | Refusal) -> None:
         """Wait in the queue, run on a worker, or end."""
-        if not isinstance(answer, Ticket):
-            self.placement_decided(now, answer)
+        if not isinstance(placement, Ticket):
+            self.placement_decided(now, placement)
             return
         self.set_state(QUEUED)
-        self._ticket = answer
+        self._ticket = placement
         self._attempt = None
-        self.wire.queue(answer, self)
+        self.wire.queue(placement, self)
 
     def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
         if (ticket := self._ticket) is not None:
@@ -273,10 +273,10 @@ class Exchange(AttemptOwner):
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         if refusal.reason is Reason.ROUTER_FULL:
             keep_alive = False  # the connection's file is needed
-        answer = refuse(refusal, self.request, keep_alive=keep_alive)
-        self.record.sent_bytes += len(answer)
+        response = refuse(refusal, self.request, keep_alive=keep_alive)
+        self.record.sent_bytes += len(response)
         self.close(now, refusal.status, refusal.reason)
-        self.client.write(answer)
+        self.client.write(response)
         self.client.end_response(now, keep_alive=keep_alive)
 
     def pause(self) -> None:

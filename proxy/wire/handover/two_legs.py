@@ -88,11 +88,11 @@ class TwoLegExchange:
         leg = self._prefill_leg = PrefillLeg(exchange, within_s)
         pool.send(now, leg, to_worker(request, pool, body, self._id, plain=True))
 
-    def decode(self, now: float, exchange: ResponseReceiver, answer: bytes) -> bool:
+    def decode(self, now: float, exchange: ResponseReceiver, response: bytes) -> bool:
         """Send the decode leg; False if no healthy worker is left."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         leg, self._prefill_leg = self._prefill_leg, None
-        fields = parse_fields(answer)
+        fields = parse_fields(response)
         result = self._unfetched = connector.valid_result(self._pair, fields)
         self._end_prefill(now, fields, result)
         holds = result.params is not None

@@ -276,9 +276,9 @@ def _estimator(
             "num_decode_requests": shape.decodes,
             "sum_decode_kv_tokens": shape.context_tokens,
         }
-        asked = json.dumps([{"schema_version": 1, "scheduled_requests": scheduled}])
+        question = json.dumps([{"schema_version": 1, "scheduled_requests": scheduled}])
         try:
-            return float(model.estimate_forward_pass_time_ms(asked)) / 1000
+            return float(model.estimate_forward_pass_time_ms(question)) / 1000
         except Exception as error:
             raise UnsupportedProfileError(_first_line(error)) from None
 
@@ -328,8 +328,8 @@ def _size(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Wor
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
-    for known, plain in SHORTER.items():
-        if known in line:
+    for phrase, plain in SHORTER.items():
+        if phrase in line:
             return plain
     return line[:200]
 
@@ -376,11 +376,11 @@ def named_by(text: str) -> list[str]:
     except profiles.NotBuiltInError as error:
         _require_source(error)
         key = error.key
-    given = profiles.read_parts(text)
+    parts = profiles.read_parts(text)
     checkpoints: list[str] = []
     why: list[str] = []
-    for dtype in [key.dtype] if "dtype" in given else DTYPES:
-        for tp in [key.tp] if "tp" in given else SIZES:
+    for dtype in [key.dtype] if "dtype" in parts else DTYPES:
+        for tp in [key.tp] if "tp" in parts else SIZES:
             try:
                 profile_of(key._replace(dtype=dtype, tp=tp))
             except UnsupportedProfileError as error:

@@ -54,10 +54,10 @@ class TimedStream:
     def feed(self, data: bytes) -> None:
         now = time.perf_counter()
         *events, self._rest = (self._rest + data).split(b"\n\n")
-        made = [event for event in events if b'"choices":[{' in event]
-        if made:
-            counted = TOKENS_PATTERN.search(made[-1])
-            self.tick(now, int(counted[1]) if counted else self.count + len(made))
+        token_events = [event for event in events if b'"choices":[{' in event]
+        if token_events:
+            counted = TOKENS_PATTERN.search(token_events[-1])
+            self.tick(now, int(counted[1]) if counted else self.count + len(token_events))
 
     def tick(self, now: float, tokens: int) -> None:
         """Record an event: one token, or several if events were merged on the way."""

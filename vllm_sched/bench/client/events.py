@@ -21,10 +21,10 @@ PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 
 class EventStream:
-    def __init__(self, outcome: Outcome, answer: list[bytes] | None = None) -> None:
+    def __init__(self, outcome: Outcome, token_events: list[bytes] | None = None) -> None:
         """Append the events with tokens to `answer`, if it is given."""
         self._outcome = outcome
-        self._answer = answer
+        self._answer = token_events
         self.cached_tokens: int | None = None  # of the prompt, if the server reports it
         self._rest = b""
         self._done = False
@@ -101,9 +101,9 @@ def _message(payload: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def text_of(answer: Iterable[bytes]) -> str:
+def text_of(events: Iterable[bytes]) -> str:
     """Return the text of events with tokens; invalid events have none."""
-    return "".join(map(_text, answer))
+    return "".join(map(_text, events))
 
 
 def _text(event: bytes) -> str:
@@ -125,6 +125,6 @@ def _carries_a_token(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         return "text" in choice  # a completion; half a character gives an empty text
-    said = {name: value for name, value in delta.items() if name != "role"}
+    content = {name: value for name, value in delta.items() if name != "role"}
     # With a role an empty text is only the opening; without one it is a token.
-    return bool(said) and ("role" not in delta or any(said.values()))
+    return bool(content) and ("role" not in delta or any(content.values()))

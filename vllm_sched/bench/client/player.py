@@ -238,13 +238,13 @@ class _Player:
         return (await self._send(request, at, body))[1]
 
     async def _send(
-        self, request: Request, at: float, body: bytes, answer: list[bytes] | None = None
+        self, request: Request, at: float, body: bytes, token_events: list[bytes] | None = None
     ) -> tuple[Outcome, float | None]:
         outcome = Outcome.from_request(request, at)
         self._outcomes.append(outcome)
         outcome.sent = self._now()
         self._tally.sent += 1
-        stream, retry = EventStream(outcome, answer), _HeaderReader(outcome)
+        stream, retry = EventStream(outcome, token_events), _HeaderReader(outcome)
         try:
             await self._wire.stream(
                 self._endpoint.path,

@@ -373,9 +373,9 @@ def _requests_text(records: Sequence[Outcome]) -> str:
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [
-        f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens"
+        f"{len(of[klass])} {klass} prompts of {of[klass][0].prompt_tokens:,} tokens"
         for klass in (LONG, SHORT, TURN)
-        if (some := of[klass])
+        if of[klass]
     ]
     if of[BATCH]:
         parts.append(f"{len(of[BATCH])} batch requests")

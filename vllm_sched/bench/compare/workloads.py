@@ -196,10 +196,10 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 def build(name: str, **parameters: int | float | None) -> Workload:
     """Return the workload `name`; a parameter of None means its default."""
-    given = {key: value for key, value in parameters.items() if value is not None}
+    present = {key: value for key, value in parameters.items() if value is not None}
     try:
         make = WORKLOADS[name]
     except KeyError:
         valid = ", ".join(sorted(WORKLOADS))
         raise UsageError(f"unknown workload {name!r}; use one of: {valid}") from None
-    return make(**given)
+    return make(**present)

@@ -30,12 +30,13 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
         folder / "ttft",
         f"Time to first token, {name}",
         "TTFT",
-        {name: [outcome.ttft for outcome in some] for name, some in classes.items()},
+        {name: [outcome.ttft for outcome in of_class] for name, of_class in classes.items()},
         result.targets.ttft,
     )
     drawn += files(folder / "ttft")
     gaps = {
-        name: [gap for outcome in some for gap in outcome.itls] for name, some in classes.items()
+        name: [gap for outcome in of_class for gap in outcome.itls]
+        for name, of_class in classes.items()
     }
     if any(gaps.values()):  # single tokens, and coarse simulations, have no gaps
         title = f"Gaps between tokens, {name}"

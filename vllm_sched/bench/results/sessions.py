@@ -91,13 +91,15 @@ def _turn_figures(turns: Sequence[Outcome]) -> dict[str, float | None]:
     first = [turn for turn in turns if not turn.context_tokens]
     later = [turn for turn in turns if turn.context_tokens]
     repeating = [t for t in turns if t.context_tokens >= HIGH_REUSE * t.prompt_tokens]
-    known = [turn for turn in turns if turn.cached_tokens is not None]
+    reported = [turn for turn in turns if turn.cached_tokens is not None]
     return {
         **_spread("first_ttft_s", (turn.ttft for turn in first)),
         **_spread("later_ttft_s", (turn.ttft for turn in later)),
         "repeated_share": _share(sum(turn.context_tokens for turn in turns), _prompts(turns)),
         "high_reuse_turns": _share(len(repeating), len(turns)),
-        "cached_share": _share(sum(turn.cached_tokens or 0 for turn in known), _prompts(known)),
+        "cached_share": _share(
+            sum(turn.cached_tokens or 0 for turn in reported), _prompts(reported)
+        ),
     }
 
 

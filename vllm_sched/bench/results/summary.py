@@ -122,7 +122,7 @@ def by_class(
     parts: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         parts.setdefault(outcome.klass, []).append(outcome)
-    classes = {name: summary(some, duration, targets) for name, some in parts.items()}
+    classes = {name: summary(of_class, duration, targets) for name, of_class in parts.items()}
     return classes | {ALL: summary(outcomes, duration, targets)}
 
 

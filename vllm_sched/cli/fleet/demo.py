@@ -50,7 +50,7 @@ def describe(commands: Commands) -> None:
     what = "measure on this machine what a fleet's pools gain"
     command = fleet_command(commands, "demo", what)
     measuring.add_options(command)
-    command.set_defaults(func=lambda given: demo(given, read(given.fleet)))
+    command.set_defaults(func=lambda args: demo(args, read(args.fleet)))
 
 
 def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
@@ -131,10 +131,10 @@ def describe_handovers(page: str, plan: ComparisonPlan) -> str:
     """Return a sentence on the hand-overs that a router's metrics page counts."""
     done = TRANSFERRED.search(page)
     longs = sum(arrival.klass == LONG for arrival in plan.workload.arrivals)
-    asked = len(plan.workload.arrivals)
+    requests = len(plan.workload.arrivals)
     return (
         f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and a warm-up "
-        f"round, of {asked} requests each, {longs} of them long"
+        f"round, of {requests} requests each, {longs} of them long"
     )
 
 

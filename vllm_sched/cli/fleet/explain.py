@@ -63,7 +63,7 @@ def describe(commands: Commands) -> None:
         help="ask the admin API of a running router, which knows the load (default URL: from the "
         "file); without --live, all workers are assumed to be up and idle",
     )
-    command.set_defaults(func=lambda given: explain(given, read(given.fleet)))
+    command.set_defaults(func=lambda args: explain(args, read(args.fleet)))
 
 
 def _count(text: str) -> int:
@@ -119,8 +119,8 @@ def _explain_one(
             print(f"no max_model_len is given, so no limit is assumed: {', '.join(unstated)}")
     else:
         unset = {name for name in ("session", "tenant") if not getattr(question, name)}
-        asked = question.model_dump_json(exclude=unset)
-        explanation = call_router(live, "explain", EXPLANATION, asked)
+        body = question.model_dump_json(exclude=unset)
+        explanation = call_router(live, "explain", EXPLANATION, body)
     print(_verdict(explanation))
     if explanation.scores:
         print(columns([HEADING, *_rows(explanation.scores)]))

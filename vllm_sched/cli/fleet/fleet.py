@@ -24,7 +24,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def describe(commands: Commands) -> None:
     router = fleet_command(commands, "router", "serve a fleet of workers that are already running")
-    router.set_defaults(func=lambda given: _router(given.fleet))
+    router.set_defaults(func=lambda args: _router(args.fleet))
 
     check = fleet_command(commands, "check", "show all errors of a fleet file, or what will run")
     check.add_argument(
@@ -32,7 +32,7 @@ def describe(commands: Commands) -> None:
         action="store_true",
         help="print the file with all defaults, with secrets hidden",
     )
-    check.set_defaults(func=lambda given: _check(given.fleet, given.print_config))
+    check.set_defaults(func=lambda args: _check(args.fleet, args.print_config))
 
 
 def fleet_command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
@@ -62,9 +62,9 @@ def check_files(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_policies(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.legible_workers.items():
-        for name, given in (worker.launch.policies if worker.launch else {}).items():
+        for name, settings in (worker.launch.policies if worker.launch else {}).items():
             try:
-                registry.settings_of(name, given)
+                registry.settings_of(name, settings)
             except UsageError as error:
                 yield Problem(f"workers[{index}].launch.policies", str(error))
 
@@ -123,14 +123,14 @@ def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
     """
     limit = config.routing.short_limit
     pools = config.discovery.pools if config.discovery else ()
-    known = [
+    stated = [
         StatedContext(w.name, w.role, config.model_of(w), w.stated_max_model_len)
         for w in config.workers
     ] + [StatedContext(p.name, p.role, p.model or config.model, p.max_model_len) for p in pools]
-    for short in known:
+    for short in stated:
         if short.role != "short" or not short.tokens or short.tokens >= HEADROOM * limit:
             continue
-        others = [o.tokens for o in known if o.model == short.model and o.role != short.role]
+        others = [o.tokens for o in stated if o.model == short.model and o.role != short.role]
         if any(tokens is None or tokens > short.tokens for tokens in others):
             yield (
                 f"{short.name} holds {short.tokens} tokens, and routing.short_limit is {limit}: "

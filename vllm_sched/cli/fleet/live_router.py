@@ -77,13 +77,13 @@ def call_router(
             data=body.encode() if body is not None else None,
             headers=live.headers(),
         )
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return kind.validate_json(answer.read())
+        with opener.open(request, timeout=TIMEOUT_S) as response:
+            return kind.validate_json(response.read())
     except urllib.error.HTTPError as error:
         with error:
             why = _error_message(error.read()) or error.reason
-        known = error.code != HTTPStatus.NOT_FOUND or why.startswith(NO_SUCH_WORKER)
-        elsewhere = "" if known else f"; {URL_REMEDY}"
+        from_router = error.code != HTTPStatus.NOT_FOUND or why.startswith(NO_SUCH_WORKER)
+        elsewhere = "" if from_router else f"; {URL_REMEDY}"
         raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, ValidationError):

@@ -172,8 +172,8 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
                 f"decode workers look for {name!r}; start {engines} workers with one "
                 "engine each, or use nixl",
             )
-        given = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
-        sought = given or connectors.USUAL_BOOTSTRAP_PORT
+        port = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
+        sought = port or connectors.USUAL_BOOTSTRAP_PORT
         own = end.launch.env.get(connectors.BOOTSTRAP_PORT)
         if own is not None and own != sought:
             yield end.problem(

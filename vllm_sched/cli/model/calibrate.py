@@ -324,8 +324,8 @@ def _print_distances(
     steps = (*calibration.fitted, *calibration.held_out)
     same_size = [built_in for key, built_in in measured().items() if key.tp == gpus]
     shown: dict[str, Mapping[StepKind, float]] = {}
-    if (near := nearest(steps, same_size)) is not None:
-        shown[f"nearest built-in profile: {near.profile.name}"] = near.ratios
+    if (closest := nearest(steps, same_size)) is not None:
+        shown[f"nearest built-in profile: {closest.profile.name}"] = closest.ratios
     if profile is not None:
         shown[f"profile {profile.profile}"] = ratios_to(profile.time, steps)
     for name, ratios in shown.items():

@@ -82,11 +82,11 @@ def show(console: Output, plan: FleetPlan, args: argparse.Namespace) -> None:
 
 def _head(plan: FleetPlan) -> Iterator[str]:
     question = plan.question
-    one = "" if question.prefill_machine else "all of one profile: "
+    scope = "" if question.prefill_machine else "all of one profile: "
     yield (
         f"{question.source.name}, prompts of {plan.prompt:,.0f} and outputs of "
         f"{plan.output:,.0f} tokens on average, on {format_count(plan.gpus, 'GPU')} as "
-        f"{format_count(plan.best.shape.workers, 'worker')}, {one}{question.profiles}"
+        f"{format_count(plan.best.shape.workers, 'worker')}, {scope}{question.profiles}"
     )
     if QUANTIZED in question.machine.flags:
         yield (
@@ -171,10 +171,11 @@ def _judged_by(plan: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
     command = ["vllm-sched", "simulate", str(fleet), *simulate_options(args, plan, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
     what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
-    asked = "vLLM's own schedulers were not used"
-    if plan.exact:
-        asked = "vLLM's own schedulers were not used for all fleets"
-    yield f"{asked}; to play the best fleet with them{what}{saved}:"
+    scope = " for all fleets" if plan.exact else ""
+    yield (
+        f"vLLM's own schedulers were not used{scope}; to play the best fleet with "
+        f"them{what}{saved}:"
+    )
     yield f"    {shlex.join(command)}"
 
 
@@ -230,10 +231,10 @@ def _percent_rounded_down(share: float) -> str:
     return f"{math.floor(100 * share + 1e-9)} %"
 
 
-def _pair(one: float, other: float) -> str:
+def _pair(first: float, other: float) -> str:
     """Return two latencies with one unit, to keep lines within 80 columns."""
-    unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
-    return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
+    unit, factor = ("s", 1.0) if max(first, other) >= 1 else ("ms", 1000.0)
+    return f"{round(first * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
 
 
 def _neighbours(plan: FleetPlan) -> Iterator[str]:
@@ -302,15 +303,15 @@ def _capacity(plan: FleetPlan) -> Table:
 
 def simulate_options(args: argparse.Namespace, plan: FleetPlan, *, exact: bool) -> list[str]:
     count = EXACT_REQUESTS if exact else plan.requests
-    said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
-    said += [f"--request-rate={plan.best.rate:.3g}", f"--num-requests={count}"]
-    said += [
+    options = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
+    options += [f"--request-rate={plan.best.rate:.3g}", f"--num-requests={count}"]
+    options += [
         f"--{name.replace('_', '-')}={value:g}"
         for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
     if args.scale != 1:
-        said.append(f"--scale={args.scale:g}")
+        options.append(f"--scale={args.scale:g}")
     if args.block_tokens != BLOCK_TOKENS:
-        said.append(f"--block-tokens={args.block_tokens}")
-    return [*said, "--goodput", *args.goodput]
+        options.append(f"--block-tokens={args.block_tokens}")
+    return [*options, "--goodput", *args.goodput]

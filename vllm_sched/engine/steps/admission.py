@@ -149,10 +149,10 @@ class Admission:
         """Return the strictest gate, and the policy that holds the head."""
         strictest = OPEN
         for number, gate in self._hooks.gate:
-            if (answer := gate(lanes[number], head, waited)) is CLOSED:
+            if (decision := gate(lanes[number], head, waited)) is CLOSED:
                 return CLOSED, number
-            if answer is not OPEN:
-                strictest = answer
+            if decision is not OPEN:
+                strictest = decision
         for number, keeps_lane in self._hooks.keeps_lane:
             if not keeps_lane(lanes[number], head):
                 return CLOSED, None  # it will move to its new lane

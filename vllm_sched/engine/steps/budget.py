@@ -106,15 +106,15 @@ class StepBudget:
             prompts.append(head)
         for request in prompts:
             # Earlier prompts may take less, so this prompt may already be at an image.
-            near = max(left, self._tokens_per_decode)
-            if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
+            limit = max(left, self._tokens_per_decode)
+            if request.has_encoder_inputs and (least := self._to_image_end(request, limit)):
                 if request is prompts[0]:
                     return StepLimit(max(wanted, step.decode_tokens + least))
                 return StepLimit(max(wanted, step.decode_tokens + tokens) + least, least)
             left -= request.num_tokens - request.num_computed_tokens
         return StepLimit(wanted)
 
-    def _to_image_end(self, request: Request, near: int) -> int:
+    def _to_image_end(self, request: Request, limit: int) -> int:
         done = request.num_computed_tokens
         if request.status is not RequestStatus.RUNNING and not done:
             done = self._prefixes.cached_tokens(request)
@@ -122,5 +122,5 @@ class StepBudget:
             place = feature.mm_position
             if place.offset >= done:
                 ahead = place.offset - done
-                return int(ahead + place.length) if ahead < near else 0
+                return int(ahead + place.length) if ahead < limit else 0
         return 0

@@ -298,10 +298,10 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
 
 def _ignored_flags(flags: Mapping[str, str], of_profile: Collection[str]) -> tuple[str, ...]:
     named: dict[str, None] = {}
-    known = HARMLESS_FLAGS.union(of_profile)
+    read = HARMLESS_FLAGS.union(of_profile)
     for flag, value in flags.items():
         name = flag.partition(".")[0]  # "--object.key"
-        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & known:
+        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & read:
             named[name] = None
     return tuple(named)
 

@@ -60,8 +60,8 @@ class FleetShape:
         return {role: count for role, count in counts.items() if count}
 
     def with_more(self, role: Role, change: int) -> FleetShape:
-        given: dict[str, Any] = {role.value: self.pools[role] + change}
-        return replace(self, **given)
+        counts: dict[str, Any] = {role.value: self.pools[role] + change}
+        return replace(self, **counts)
 
     def __str__(self) -> str:
         text = " + ".join(f"{count} {role.value}" for role, count in self.pools.items())
@@ -144,7 +144,7 @@ def _launch(model: WorkerModel) -> dict[str, Any]:
         f"--max-num-batched-tokens={model.max_num_batched_tokens}",
         f"--max-num-seqs={model.max_num_seqs}",
     ]
-    policies = {name: dict(given) for name, given in model.policies.items()}
+    policies = {name: dict(settings) for name, settings in model.policies.items()}
     return {"args": args, **({"policies": policies} if policies else {})}
 
 

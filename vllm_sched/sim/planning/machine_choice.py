@@ -62,8 +62,10 @@ def compare_machines(
         return candidates
     wanted = precision(best[0].question.machine)
     able = [candidate.question.machine for candidate in candidates if not candidate.why]
-    able = [candidate for candidate in able if precision(candidate) == wanted]
-    pairs = [(one, other) for one in able for other in able if one.gpus != other.gpus]
+    able = [machine for machine in able if precision(machine) == wanted]
+    pairs = [
+        (prefill, decode) for prefill in able for decode in able if prefill.gpus != decode.gpus
+    ]
     with progress.part(0.5, 1.0):
         for prefill, decode in progress.each(pairs):
             pair = replace(
@@ -75,7 +77,7 @@ def compare_machines(
 
 
 def _compare(
-    question: PlanQuestion, coarse: Callable[[FleetSearch, float], float], known: float
+    question: PlanQuestion, coarse: Callable[[FleetSearch, float], float], best_rate: float
 ) -> Candidate:
     families = tuple(family for family in question.families if family in COARSE_FAMILIES)
     rough = replace(
@@ -88,7 +90,7 @@ def _compare(
     try:
         search = FleetSearch(rough)
         search.check()
-        return Candidate(question, coarse(search, known))
+        return Candidate(question, coarse(search, best_rate))
     except UsageError as error:
         return Candidate(question, why=str(error))
 
@@ -96,14 +98,14 @@ def _compare(
 def rate_on(gpus: int) -> Callable[[FleetSearch, float], float]:
     """Return a function for the coarse rate on a number of GPUs, if it is close to a known one."""
 
-    def rate(search: FleetSearch, known: float) -> float:
+    def rate(search: FleetSearch, best_rate: float) -> float:
         rough = [
             served.rate
             for family in search.question.families
-            for served in search.rough_rates(family, gpus, CLOSE * known)
+            for served in search.rough_rates(family, gpus, CLOSE * best_rate)
         ]
         if not rough:
-            least = f"less than {CLOSE * known:.3g} requests/s" if known else "no rate"
+            least = f"less than {CLOSE * best_rate:.3g} requests/s" if best_rate else "no rate"
             raise UsageError(f"it serves {least} in time")
         return max(rough)
 

@@ -180,9 +180,9 @@ class FleetSearch:
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
             least = max(_best_rate(rough), floor) * (1 - EQUAL_RATE_SHARE)
-            known = least or likely
-            start = known or self.trials.worker_rate * shape.workers * 0.5
-            step = MAX_ROUGH_RATIO if known else WIDE_STEP
+            rate_hint = least or likely
+            start = rate_hint or self.trials.worker_rate * shape.workers * 0.5
+            step = MAX_ROUGH_RATIO if rate_hint else WIDE_STEP
             if (served := self.rough_rate(shape, start, least=least, step=step)) is not None:
                 rough.append(served)
                 gpus = self._gpus(shape)
@@ -257,18 +257,20 @@ class FleetSearch:
         behind: list[list[ServedRate]] = []
         with self.progress.part(0.5, 0.9):
             for rates in self.progress.each(promising):
-                near = max(_best_rate(judged) * (1 - EQUAL_RATE_SHARE), floor)
-                may_reach = _best_rate(rates) * MAX_ROUGH_RATIO >= near
-                reached = self._judge_family(rates, near)[:1] if may_reach else []
+                least = max(_best_rate(judged) * (1 - EQUAL_RATE_SHARE), floor)
+                may_reach = _best_rate(rates) * MAX_ROUGH_RATIO >= least
+                reached = self._judge_family(rates, least)[:1] if may_reach else []
                 judged += reached
                 if not reached:
                     behind.append(rates)
-        far: list[ServedRate] = []
+        behind_judged: list[ServedRate] = []
         if judged:
             with self.progress.part(0.9, 1.0):
                 for rates in self.progress.each(behind):
-                    far += self._judge_quickly(rates, _best_rate(judged) * (1 - EQUAL_RATE_SHARE))
-        return rank_fleets(judged) + rank_fleets(far)
+                    behind_judged += self._judge_quickly(
+                        rates, _best_rate(judged) * (1 - EQUAL_RATE_SHARE)
+                    )
+        return rank_fleets(judged) + rank_fleets(behind_judged)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
         best: dict[str, ServedRate] = {}

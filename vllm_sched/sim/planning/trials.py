@@ -91,8 +91,10 @@ class FleetTrials:
         self.question = question
         source, machine = question.source, question.machine
         prompt_machine = question.prompt_machine
-        some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
-        sample = list(islice(question.shapes(), some))
+        count = (
+            max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
+        )
+        sample = list(islice(question.shapes(), count))
         self.traffic = traffic = TrafficStats.from_sample(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.

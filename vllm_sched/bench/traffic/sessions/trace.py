@@ -103,17 +103,17 @@ class SessionTrace(TrafficFile):
         name = read_text(entry, "session_id") or f"line {number}"
         if unsupported := [key for key in UNSUPPORTED if entry.get(key)]:
             raise BadLineError(f"{unsupported[0]} is not supported")
-        known = self._lines.get(name)
-        if "turns" in entry and known is not None:
-            raise BadLineError(f"session_id {name!r} is in line {known.line} too")
-        if known is None:
+        line = self._lines.get(name)
+        if "turns" in entry and line is not None:
+            raise BadLineError(f"session_id {name!r} is in line {line.line} too")
+        if line is None:
             at = None if entry.get("timestamp") is None else read_milliseconds(entry, "timestamp")
             klass, tenant = read_text(entry, "class") or self.name, read_text(entry, "tenant")
-            known = self._lines[name] = _Line(name, number, at, klass, tenant)
+            line = self._lines[name] = _Line(name, number, at, klass, tenant)
         if "turns" in entry:
-            _add_turns(known, entry["turns"])
+            _add_turns(line, entry["turns"])
         else:
-            self._add_request(known, entry)
+            self._add_request(line, entry)
 
     def _add_request(self, session: _Line, entry: dict[str, Any]) -> None:
         if "messages" in entry and entry.get("message_mode") != "delta":
@@ -138,32 +138,32 @@ class SessionTrace(TrafficFile):
                 if name in parents:
                     raise self._error(line, f"sub-agent {name!r} has more than one parent")
                 parents[name] = line
-        made: dict[str, Session] = {}
+        sessions: dict[str, Session] = {}
         roots = [
-            (line, self._make_session(line, made, MAX_DEPTH))
+            (line, self._make_session(line, sessions, MAX_DEPTH))
             for line in self._lines.values()
             if line.name not in parents
         ]
         for name, line in self._lines.items():
-            if name not in made:
+            if name not in sessions:
                 raise self._error(line, f"session {name!r} is a sub-agent of itself")
         return roots
 
-    def _make_session(self, line: _Line, made: dict[str, Session], depth: int) -> Session:
+    def _make_session(self, line: _Line, sessions: dict[str, Session], depth: int) -> Session:
         if not depth:
             raise self._error(line, f"sub-agents are nested deeper than {MAX_DEPTH} levels")
         turns = [
             replace(
                 turn,
                 forks=tuple(
-                    replace(self._make_session(self._lines[name], made, depth - 1), fresh=fresh)
+                    replace(self._make_session(self._lines[name], sessions, depth - 1), fresh=fresh)
                     for name, fresh in line.forks.get(number, ())
                 ),
             )
             for number, turn in enumerate(line.turns)
         ]
-        made[line.name] = Session(line.name, tuple(turns), line.shared)
-        return made[line.name]
+        sessions[line.name] = Session(line.name, tuple(turns), line.shared)
+        return sessions[line.name]
 
     def _error(self, line: _Line, text: str) -> UsageError:
         return UsageError(f"{self._path}, line {line.line}: {text}")
