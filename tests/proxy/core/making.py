@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.ejection import Key
+from proxy.core.fleet.ejection import PoolKey
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
@@ -81,10 +81,10 @@ class BreakerRecorder:
     def breaker_closed(self, worker: Worker) -> None:
         self.events.append(("is back", worker.name))
 
-    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:  # noqa: ARG002
+    def panic_started(self, key: PoolKey, live: int, failed: int, now: float) -> None:  # noqa: ARG002
         self.events.append(("panics", key, live, failed))
 
-    def panic_ended(self, key: Key, live: int, failed: int) -> None:
+    def panic_ended(self, key: PoolKey, live: int, failed: int) -> None:
         self.events.append(("heeds", key, live, failed))
 
     def worker_removed(self, worker: Worker) -> None:

@@ -22,7 +22,7 @@ from tests.present import present
 class Speed:
     token_s: float = 2e-4  # per prefilled token
     base_s: float = 0.02  # of a step
-    each_s: float = 5e-4  # added by each sequence that decodes
+    sequence_s: float = 5e-4  # added by each sequence that decodes
     budget: int = 2048  # tokens in a step
     shorts_pass: bool = False  # whether shorts are prefilled before longs
 
