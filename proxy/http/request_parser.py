@@ -32,7 +32,7 @@ class ParserState(Enum):
 
 
 class HttpRequestParser:
-    """The requests of one connection; `judge` gets each head."""
+    """The requests of one connection; `check_head` gets each head."""
 
     __slots__ = (
         "_blocks", "_body_charge", "_body_left", "_check_head", "_framing", "_head", "_is_last",

@@ -187,7 +187,7 @@ class RestOfText:
             raise TextDiffersError
         try:
             whole = parse_event(match[1])
-            parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
+            parts = [(part, self._count_known(part)) for part in self._reader.parts(whole)]
         except OtherOutputError:
             raise TextDiffersError from None
         ends = ends_output(whole)
@@ -210,7 +210,7 @@ class RestOfText:
         """Handle an end before the text of the client."""
         raise TextDiffersError
 
-    def _known(self, part: OutputPart) -> int:
+    def _count_known(self, part: OutputPart) -> int:
         """Return how many characters of a part the client has."""
         left = self._left.get(part.channel, 0)
         if not left:
@@ -237,7 +237,7 @@ class RestBehindText(RestOfText):
         super().__init__({CONTENT: (len(space), 0)} if space else {})
         self._space = space
 
-    def _known(self, part: OutputPart) -> int:
+    def _count_known(self, part: OutputPart) -> int:
         if part.channel not in {CONTENT, TOOL_CALLS}:  # it began anew
             raise TextDiffersError
         if not self._left:

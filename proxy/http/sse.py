@@ -250,7 +250,7 @@ def remove_usage(events: bytes) -> bytes:
     return events[:start] + events[end:]
 
 
-def as_output(usage: Usage, tokens: int) -> Usage:
+def usage_with_output(usage: Usage, tokens: int) -> Usage:
     """Return the usage without the output in the prompt."""
     prompt = max(usage.prompt_tokens - tokens, 0)
     return Usage(prompt, usage.completion_tokens + tokens, min(usage.cached_tokens, prompt))
@@ -260,7 +260,7 @@ def move_to_output(text: bytes, tokens: int) -> bytes:
     """Correct the last `usage` in the same way."""
     if (usage := usage_in(text)) is None:
         return text
-    usage, at = as_output(usage, tokens), text.rfind(USAGE)
+    usage, at = usage_with_output(usage, tokens), text.rfind(USAGE)
     numbers = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
     matches = [name.search(text, at, at + MAX_USAGE_BYTES) for name in USAGE_NUMBERS]
     changes = [(f.start(1), f.end(), n) for f, n in zip(matches, numbers, strict=True) if f]

@@ -17,10 +17,10 @@ from proxy.wire.exchange.continuation import (
     attempts_elsewhere,
     broken_message,
     continue_after_failure,
-    expect_rest,
+    expect_repeated,
     is_silent,
     move_stream,
-    rest_of,
+    remove_repeated,
 )
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
@@ -125,7 +125,7 @@ class Attempt:
         exchange, status = self._exchange, head.status
         self._head = self._error_body = None
         if status == OK and head.length is None and exchange.begun_response is not None:
-            self.response = expect_rest(exchange, exchange.begun_response)
+            self.response = expect_repeated(exchange, exchange.begun_response)
             if not exchange.client.writable:
                 self.pause()
             return
@@ -224,7 +224,7 @@ class Attempt:
 
     def _remove_sent(self, now: float, body: bytes, ended: bool) -> bytes | None:
         """Return what is new of a stream that another worker repeats; None if there is nothing."""
-        rest = rest_of(self._exchange, self.lease, now, body)
+        rest = remove_repeated(self._exchange, self.lease, now, body)
         if isinstance(rest, Refusal):
             self._end_with(now, Outcome.UNFINISHED, rest)
             return None

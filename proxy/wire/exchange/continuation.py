@@ -167,10 +167,14 @@ def may_regenerate(exchange: AttemptOwner, sent: SentText) -> bool:
     return is_short and is_greedy(exchange.request.body)
 
 
-def prepare(exchange: AttemptOwner, lease: Lease, response: ResponseWriter, output: Output) -> None:
+def prepare_continuation(
+    exchange: AttemptOwner, lease: Lease, response: ResponseWriter, output: Output
+) -> None:
     """Write the request that continues the stream."""
     restore_attempts(exchange, lease)
-    lease.attempts = continued(exchange, lease.attempts, needs_journal=needs_journal(output))
+    lease.attempts = continuing_attempts(
+        exchange, lease.attempts, needs_journal=needs_journal(output)
+    )
     if exchange.begun_response is None:
         exchange.whole_body = exchange.request.body
     if isinstance(output, TextSoFar):
@@ -191,7 +195,9 @@ def restore_attempts(exchange: AttemptOwner, lease: Lease) -> None:
         lease.attempts = replace(lease.attempts, tried=NO_WORKERS, failures=0)
 
 
-def continued(exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool) -> Attempts:
+def continuing_attempts(
+    exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool
+) -> Attempts:
     """Return the attempts of a stream whose next attempt continues it."""
     any_worker = may_use_text(exchange) and not needs_journal
     return replace(attempts, why_whole="continued", continues=True, any_worker=any_worker)
@@ -202,7 +208,9 @@ def needs_journal(output: Output) -> bool:
     return not isinstance(output, TextSoFar) and bool(output)
 
 
-def not_continued(exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
+def record_not_continued(
+    exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str
+) -> None:
     """Count and log a stream that ends because its worker failed."""
     exchange.failed_worker = ""
     exchange.why_not_continued = str(obstacle)
@@ -231,12 +239,12 @@ def move_stream(
         return False
     output = find_output(exchange, lease, response, lease.charged_at, regenerates=True)
     if not isinstance(output, Obstacle):
-        prepare(exchange, lease, response, output)
+        prepare_continuation(exchange, lease, response, output)
         refusal = exchange.try_another(now, outcome, error)
         if refusal is None:
             return True
         output = Obstacle(NO_WORKER, refusal.message)
-    not_continued(exchange, now, output, lease.worker.name)
+    record_not_continued(exchange, now, output, lease.worker.name)
     return False
 
 
@@ -248,9 +256,9 @@ def continue_after_failure(
     if sent is None or lease is None or FAILED.search(response.partial_event + body) is None:
         return False
     router = exchange.wire.router
-    attempts = continued(exchange, lease.attempts, needs_journal=False)
+    attempts = continuing_attempts(exchange, lease.attempts, needs_journal=False)
     if sent.is_empty and not router.may_retry(lease, now, attempts):
-        not_continued(exchange, now, Obstacle(NO_WORKER), lease.worker.name)
+        record_not_continued(exchange, now, Obstacle(NO_WORKER), lease.worker.name)
         return False  # the request may be at fault: the client gets the error at once
     return move_stream(exchange, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
@@ -260,7 +268,7 @@ def attempts_elsewhere(exchange: AttemptOwner, lease: Lease) -> Attempts:
     restore_attempts(exchange, lease)
     has_tokens = lease.worker.can_continue and lease.prefill is None
     needs = has_tokens and others_take_tokens(exchange, lease)
-    return continued(exchange, lease.attempts, needs_journal=needs)
+    return continuing_attempts(exchange, lease.attempts, needs_journal=needs)
 
 
 def is_silent(exchange: AttemptOwner, now: float) -> bool:
@@ -268,7 +276,7 @@ def is_silent(exchange: AttemptOwner, now: float) -> bool:
     return exchange.sent_text is not None and now - exchange.record.last_token_at >= SILENT_S
 
 
-def expect_rest(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
+def expect_repeated(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
     """Expect the other worker's text from its beginning."""
     text, sent = exchange.text_so_far, exchange.sent_text
     if sent is not None:
@@ -277,7 +285,7 @@ def expect_rest(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter
     return begun
 
 
-def rest_of(
+def remove_repeated(
     exchange: AttemptOwner, lease: Lease | None, now: float, body: bytes
 ) -> bytes | Refusal | None:
     """Return what the client does not have; None if the stream leaves this worker too."""
@@ -287,7 +295,7 @@ def rest_of(
     try:
         new = rest.feed(body)
     except TextDiffersError:
-        not_continued(exchange, now, Obstacle(DIFFERS), exchange.failed_worker)
+        record_not_continued(exchange, now, Obstacle(DIFFERS), exchange.failed_worker)
         return DIFFERENT
     except EngineFailedError as error:
         if exchange.try_another(now, Outcome.ERRED, WorkerError.STATUS) is None:

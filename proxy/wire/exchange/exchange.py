@@ -29,8 +29,8 @@ from proxy.core.request.response_owners import OWNER_WAIT_S, OwnerWait
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt
-from proxy.wire.exchange.continuation import Obstacle, not_continued
-from proxy.wire.exchange.moves import SETTLE_S, move
+from proxy.wire.exchange.continuation import Obstacle, record_not_continued
+from proxy.wire.exchange.moves import SETTLE_S, move_request
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
@@ -244,7 +244,7 @@ class Exchange(AttemptOwner):
         if attempt.handover is not None:
             return HANDOVER
         settled = now - attempt.held_since >= SETTLE_S
-        why = move(self, now, attempt.lease, attempt.response, settled=settled)
+        why = move_request(self, now, attempt.lease, attempt.response, settled=settled)
         if why == WAITS:
             attempt.held_since = min(attempt.held_since, now)
             attempt.pause()
@@ -267,7 +267,7 @@ class Exchange(AttemptOwner):
     def refuse(self, now: float, refusal: Refusal) -> None:
         if self.begun_response is not None:
             if failed := self.failed_worker:  # the stream did not go on since
-                not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
+                record_not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
             break_off(self, now, self.begun_response, refusal.message, NOT_CONTINUED, refusal)
             return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving

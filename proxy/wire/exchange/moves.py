@@ -27,10 +27,10 @@ from proxy.core.request.continuable import (
 from proxy.core.request.continued_text import TextSoFar
 from proxy.wire.exchange.continuation import (
     Obstacle,
-    continued,
+    continuing_attempts,
     find_output,
     needs_journal,
-    prepare,
+    prepare_continuation,
 )
 from proxy.wire.worker.connection import WorkerError
 
@@ -51,7 +51,7 @@ SETTLE_S = 0.15
 MOVE_S = 3.0  # less than a process has for an answer
 
 
-def move(
+def move_request(
     exchange: AttemptOwner,
     now: float,
     lease: Lease,
@@ -79,12 +79,12 @@ def move(
         if isinstance(output, Obstacle):
             return output.reason
         if not placer.may_move(
-            info, now, continued(exchange, attempts, needs_journal=needs_journal(output))
+            info, now, continuing_attempts(exchange, attempts, needs_journal=needs_journal(output))
         ):
             return NO_WORKER
         if not isinstance(output, TextSoFar) and not settled:
             return WAITS
-        prepare(exchange, lease, response, output)
+        prepare_continuation(exchange, lease, response, output)
     refusal = exchange.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
     if refusal is not None:  # in this moment another process has filled the worker
         exchange.refuse(now, refusal)
