@@ -200,9 +200,7 @@ class WorkerProbe:
     def _report_failure(self, why: str) -> None:
         # It may come back with other models.
         self._models_known_at = -math.inf
-        self._fleet.health.probe_failed(
-            self._worker.name, self._prober.clock(), why[:MAX_REASON_CHARS]
-        )
+        self._fleet.health.probe_failed(self._worker.name, why[:MAX_REASON_CHARS])
         if not self._worker.up and why != self._logged_reason:
             if self._been_up:
                 logger.warning("worker %s is down: %s", self._worker.name, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
@@ -29,12 +29,9 @@ MAX_SOCKETS: Final = 16_384
 class Journals:
     """Reads the journals that the fleet's workers have."""
 
-    def __init__(
-        self, roster: Roster, key: bytes | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, roster: Roster, key: bytes | None) -> None:
         self._roster = roster
         self._key = key
-        self._clock = clock
         self._version = -1  # of the roster at the last look
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._subscribers: dict[Worker, list[JournalSubscriber]] = {}
@@ -84,7 +81,7 @@ class Journals:
         """Read until cancelled."""
         try:
             while True:
-                self.update(self._clock())
+                self.update(time.monotonic())
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             self.close()
@@ -170,7 +167,7 @@ class Journals:
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             return JournalSubscriber(
-                self._context, endpoint, worker.name, key=self._key, clock=self._clock
+                self._context, endpoint, worker.name, key=self._key, clock=time.monotonic
             )
         except zmq.ZMQError as error:
             logger.error("worker %s: the journal at %s: %s", worker.name, endpoint, error)

@@ -151,16 +151,13 @@ class Supervisor:
         report: Callable[[KeeperEvent], None],
         *,
         devices: Sequence[str | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stopping = threading.Event()
         load_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._threads = []
         for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
             load_lock = None if device is None else load_locks[device]
-            keeper = WorkerKeeper(
-                worker, report, wait=self._stopping.wait, load_lock=load_lock, clock=clock
-            )
+            keeper = WorkerKeeper(worker, report, wait=self._stopping.wait, load_lock=load_lock)
             # A daemon, so that a second Ctrl-C exits at once; the guards kill the workers.
             self._threads.append(
                 threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)

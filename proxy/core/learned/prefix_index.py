@@ -36,10 +36,9 @@ Matches = list[tuple[int, int]]  # block counts, and worker masks
 
 
 class PrefixIndex:
-    def __init__(self, generation: int = MAX_GENERATION_HASHES) -> None:
+    def __init__(self) -> None:
         self._sent = RadixTree()
         self._followed = 0  # workers with a journal: not in the tree
-        self._generation = generation
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._resident: dict[int, int] = {}
@@ -201,7 +200,7 @@ class PrefixIndex:
             elif holders & bit:
                 continue
             new[block] = holders | bit
-        if len(new) > self._generation:
+        if len(new) > MAX_GENERATION_HASHES:
             self._old, self._new = new, {}
 
     def add_block(self, block: int, worker: int, tokens: int) -> None:

@@ -22,10 +22,15 @@ MAX_PARTS = 100
 MAX_PLAIN_HEAD_BYTES = 4096
 
 
+def boundary_of(content_type: bytes) -> bytes:
+    """Return the boundary of a form's parts; empty without one."""
+    _, _, parameter = content_type.partition(b"boundary=")
+    return parameter.split(b";")[0].strip().strip(b'"')
+
+
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
     """Return the fields; none if the form is malformed."""
-    _, _, parameter = content_type.partition(b"boundary=")
-    boundary = parameter.split(b";")[0].strip().strip(b'"')
+    boundary = boundary_of(content_type)
     if not boundary:
         return {}
     values = ((name, _field(body, name.encode(), b"--" + boundary)) for name in NAMES)

@@ -61,11 +61,11 @@ def worker_of(router: Router, name: str) -> Worker:
     return present(router.fleet.roster.get(name))
 
 
-def take_down(fleet: Fleet, *names: str, now: float = 0.0) -> None:
+def take_down(fleet: Fleet, *names: str) -> None:
     """Fail probes of workers until they count as down."""
     for name in names:
         for _ in range(fleet.health.down_after):
-            fleet.health.probe_failed(name, now)
+            fleet.health.probe_failed(name)
 
 
 class BreakerRecorder:

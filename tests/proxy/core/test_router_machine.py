@@ -151,7 +151,10 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=NAMES, times=st.integers(1, 3), good=st.booleans())
     def probe(self, name: str, times: int, good: bool) -> None:
         for _ in range(times):
-            (self.fleet.health.probe_ok if good else self.fleet.health.probe_failed)(name, self.now)
+            if good:
+                self.fleet.health.probe_ok(name, self.now)
+            else:
+                self.fleet.health.probe_failed(name)
 
     @rule(name=NAMES, limit=st.sampled_from([None, 500, 8000]))
     def served(self, name: str, limit: int | None) -> None:

@@ -185,7 +185,7 @@ def test_side_that_is_down_is_shown(down: str, short: str, advice: str) -> None:
     for worker in [*router.fleet.roster]:
         if worker.name[0] in down:
             for _ in range(3):
-                router.fleet.health.probe_failed(worker.name, 40.0)
+                router.fleet.health.probe_failed(worker.name)
     found.sample(41.0)
     [shown] = found.shown()
     assert (shown.short, shown.advice) == (short, advice)

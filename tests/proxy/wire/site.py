@@ -108,7 +108,7 @@ class Site:
 
     def down(self, name: str) -> None:
         for _ in range(3):
-            self.fleet.health.probe_failed(name, self.clock())
+            self.fleet.health.probe_failed(name)
 
     def served(self) -> list[Call]:
         """Return the calls to all workers except probes and counts, in order."""

@@ -150,7 +150,7 @@ def draw_tail(
         legend(axes, len(shown))
 
 
-def ccdf(ordered: Sequence[float], points: int = CURVE_POINTS) -> tuple[list[float], list[float]]:
+def ccdf(ordered: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return latencies and the share of samples at or above each.
 
     Of many samples only some are kept, but all near the tail.
@@ -158,7 +158,7 @@ def ccdf(ordered: Sequence[float], points: int = CURVE_POINTS) -> tuple[list[flo
     total = len(ordered)
     # Ranks from the top: all of the last samples, then geometric steps.
     ranks = {1, total}
-    step = max(1.0001, total ** (1 / points))
+    step = max(1.0001, total ** (1 / CURVE_POINTS))
     rank = 1.0
     while rank < total:
         ranks.add(round(rank))

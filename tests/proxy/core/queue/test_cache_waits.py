@@ -165,7 +165,7 @@ def fail(router: Router, name: str) -> None:
     [
         lambda router, name: router.fleet.roster.remove(name),
         lambda router, name: router.fleet.roster.drain(name),
-        lambda router, name: making.take_down(router.fleet, name, now=11.2),
+        lambda router, name: making.take_down(router.fleet, name),
         fail,
     ],
     ids=["leaves", "drains", "is down", "fails"],
