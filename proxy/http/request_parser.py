@@ -165,7 +165,7 @@ class HttpRequestParser:
             try:
                 self._ready_charge.add(size, head.tenant)
             except RefusedError:
-                self._head, self.state = head, ParserState.BODY  # as above
+                self._head, self.state = head, ParserState.BODY  # makes `request_id` valid
                 raise
 
     def request_taken(self, request: Request) -> None:

@@ -258,7 +258,6 @@ class RestBehindText(RestOfText):
 
 
 def message_in(data: bytes) -> str:
-    """Return the message of a failure."""
     match = MESSAGE.search(data)
     if match is None:
         return "it stopped"

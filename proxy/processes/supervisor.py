@@ -351,7 +351,6 @@ class Supervisor:
         child.channel.send(IpcAnswer(question.number, answer))
 
     def _remember_log_settings(self, change: IpcQuestion) -> None:
-        """Remember log settings for processes that start."""
         requests, levels = change.argument
         if self._logs is not None:
             earlier, others = self._logs.argument

@@ -91,7 +91,7 @@ class DeferredPrefill(Policy):
         self._hold: Hold | None = None
         self._lanes: dict[str, str] = {}  # of waiting requests
         self._held_since: dict[str, float] = {}  # waiting requests that were held
-        self._releases = 0  # of these, after the maximum time
+        self._releases = 0  # held requests that entered after the maximum time
         self._holds_ended: dict[HoldEnd, int] = dict.fromkeys(HOLD_ENDS, 0)
         self._held_s = 0.0
 

@@ -38,7 +38,7 @@ class Attempts:
     tried: frozenset[Worker] = NO_WORKERS  # workers that failed it
     paused: frozenset[Worker] = NO_WORKERS  # may get a stream again after a pause
     paused_until: float = 0.0
-    failing_since: float = 0.0  # of those
+    failing_since: float = 0.0  # first failure of the paused workers
     failures: int = 0  # attempts used
     owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
@@ -128,7 +128,7 @@ class CacheWait:
     seconds: float  # predicted
     until: float  # the longest
     others_late: bool  # no other worker is in time
-    placed_elsewhere: int  # requests that other processes have placed on the worker
+    placed_elsewhere: int  # requests that other processes had placed on the worker
 
 
 class Charge:
@@ -151,7 +151,7 @@ class Lease:
     """
 
     ahead_tokens: float = 0.0  # prefill tokens ahead, estimated
-    ahead_long_tokens: float = 0.0  # the same of long requests, for a short one
+    ahead_long_tokens: float = 0.0  # those of long requests ahead of a short one
     trial: bool = False  # sent on trial to an open breaker
     decoding_before: int = 0  # samples decoding at the first token
     seen_tokens: int = 0  # of all samples

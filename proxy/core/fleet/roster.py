@@ -84,7 +84,6 @@ class Roster:
         return next(origins, (None, None))
 
     def serves(self, model: str) -> bool:
-        """Return whether a model has workers or is expected."""
         return model in self._by_model
 
     def all_listed(self, model: str = "") -> bool:
@@ -111,7 +110,7 @@ class Roster:
             if worker.ranked_in:  # sorted by its key in another pool
                 self.load_changed(worker)
             else:
-                worker.key = inf if worker.unavailable else self._rank(worker)
+                worker.rank_key = inf if worker.unavailable else self._rank(worker)
         pool = self._pools[model] = Pool(workers)
         return pool
 
@@ -284,10 +283,10 @@ class Roster:
         worker.unavailable = worker.is_full or (not worker.breaker.closed and worker.is_barred)
         if worker.ranked_in:
             key = inf if worker.unavailable else self._rank(worker)
-            if key != worker.key:
+            if key != worker.rank_key:
                 for group in worker.ranked_in:
                     group.drop(worker)
-                worker.key = key
+                worker.rank_key = key
                 for group in worker.ranked_in:
                     group.put(worker)
         others = self.remote_load

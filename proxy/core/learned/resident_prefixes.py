@@ -71,7 +71,6 @@ class ResidentPrefixes:
         return len(self._blocks)
 
     def restart(self, block_tokens: int) -> None:
-        """Forget all requests and blocks."""
         self.clear()
         self._prompts.clear()
         self.block_tokens = block_tokens

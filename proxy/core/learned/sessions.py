@@ -65,8 +65,9 @@ class Session:
         self.seen_at = now
         self.visits: list[Visit] = []  # the last at the end
         self.visited = 0  # mask; includes visits not kept
-        self.depth = self.mark = 0  # blocks in the first half of the last prompt, and their hash
-        self.tail = (0, 0)  # the same of seven eighths
+        # Number and hash of the blocks in the first half, and in seven eighths, of the last prompt.
+        self.depth = self.mark = 0
+        self.tail = (0, 0)
         self.strayed = False  # the last prompt was another, shorter one
 
     def may_extend(self, hashes: tuple[int, ...]) -> bool:

@@ -47,13 +47,15 @@ class View:
     session: Session | None = None  # that the prompt extends
     cache_holders: Sequence[Worker] = ()  # of its cache, among many workers
     cache_waits: CacheWaits | None = None  # None: it may not wait for a cache
-    first_token_due: float = inf  # if it may
-    wait_until: float = inf  # the longest, if others are in time
+    first_token_due: float = inf  # of a request that may wait for a cache
+    wait_until: float = inf  # end of the longest wait, if other workers are in time
     cache_wait: CacheWait | None = None  # why no worker is chosen
 
 
 @dataclass(slots=True)
 class HandoverOffer:
+    """A prefill worker that can take the prefill leg of one request."""
+
     prefill: Worker
     prefill_s: float  # until its response
     cached_tokens: int  # on the prefill worker

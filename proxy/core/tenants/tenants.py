@@ -103,7 +103,6 @@ class Tenant:
             self.apply_lift(rank, self.lifts[rank] + lacks)
 
     def apply_lift(self, rank: int, lift: float) -> None:
-        """Apply a total lift once."""
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift
             self.standings[rank] += grown

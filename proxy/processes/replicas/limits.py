@@ -53,7 +53,7 @@ class ServerState(Enum):
 class ReportedCharges(NamedTuple):
     """A tenant's charges that a call reports to the server."""
 
-    call: int  # its number
+    call: int  # number of the call
     requests: int
     tokens: int
 
@@ -217,7 +217,6 @@ class SharedLimiter:
         self._timer.start(delay_s)
 
     def _follow_tenants(self) -> None:
-        """Follow the tenants of the fleet file."""
         if self._edition == self._tenants.edition:
             return
         self._edition = self._tenants.edition

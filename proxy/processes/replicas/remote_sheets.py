@@ -155,7 +155,6 @@ class RemoteSheets:
         return list(self._folded_names)
 
     def write_new_rows(self, names: list[str]) -> None:
-        """Write workers that have new rows on this host."""
         for member in self.members.values():
             for process in member.processes.values():
                 for name in names:
@@ -305,7 +304,6 @@ class RemoteSheets:
         self._write_history(marks)
 
     def _learn_folded(self, folded: Settled, names: list[str]) -> None:
-        """Learn what others have folded, as a new host."""
         if self._folded_names or not names:
             return
         self.folded, self._folded_names = folded, dict.fromkeys(names)

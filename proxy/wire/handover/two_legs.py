@@ -69,10 +69,10 @@ class TwoLegExchange:
             wire.pools.pool_for(prefill_worker).side, wire.pools.pool_for(lease.worker).side, number
         )
         self._prefill_leg: PrefillLeg | None = None
-        self._unfetched: PrefillResult | None = None  # its blocks
+        self._unfetched: PrefillResult | None = None  # not fetched by the decode worker
         self._opening = b""  # events held back
         self._is_sent = False  # the decode leg
-        self.late_at = inf  # then the blocks may be reused
+        self.late_at = inf  # when the blocks may be reused
         self._was_late = False
         self._refused_status = 0  # of a refused prefill
         self.is_suspect = False  # `record_failure` applies

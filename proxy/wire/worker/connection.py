@@ -94,7 +94,6 @@ class ConnectionPool:
         self.side = Side(spec.name, self._where[0])
 
     def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Send a request on an idle connection or a new one."""
         while self.idle:
             connection = self.idle.pop()
             if connection.is_usable():
@@ -164,7 +163,6 @@ class WorkerConnection(asyncio.Protocol):
         self._paused = False
 
     def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Send a request once the connection is open."""
         self.caller = caller
         self._request = request
         if self._transport is None:
