@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-import yaml
 import zmq
 from rich.console import Console
 from rich.table import Table
@@ -136,22 +135,11 @@ async def serve(port: int, journal_port: int) -> None:
 
 def router(folder: Path, name: str, url: str, journal: str) -> Worker:
     """Return a router with its defaults and one worker."""
-    port = free_port()
     worker = {"name": "w0", "url": url} | ({} if name == PLAIN else {"journal": journal})
-    fleet = {
-        "model": mock.MODEL,
-        "workers": [worker],
-        "router": {
-            "host": HOST,
-            "port": port,
-            "admin": {"host": HOST, "port": free_port()},
-            "continuation": name == ON,
-        },
-    }
-    path = folder / f"{port}.yaml"
-    path.write_text(yaml.safe_dump(fleet))
-    script = Path(sys.executable).with_name("vllm-sched")
-    return stage.process(name, [str(script), "router", str(path)], port)
+    router = {"continuation": name == ON}
+    fleet = {"model": mock.MODEL, "workers": [worker], "router": router}
+    path = folder / f"{(PLAIN, OFF, ON).index(name)}.yaml"
+    return stage.router_process(name, path, fleet)
 
 
 def wait_for_journal(port: int) -> None:

@@ -30,14 +30,13 @@ from pathlib import Path
 from statistics import median
 
 import uvloop
-import yaml
 
 from benchmarks.router import mock, processes
 from benchmarks.router.load import HOST, closed_loop
 from benchmarks.router.prompts import Prompts
+from benchmarks.router.stage import process, router_process
 from vllm_sched.workers.launch import Worker, free_port
 
-READY_S, GRACE_S = 60.0, 5.0
 WARM_UP_S = 0.5
 BODY_BYTES = 1024
 MICRO = 1e6
@@ -137,7 +136,7 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
 @contextmanager
 def mock_worker(port: int) -> Iterator[None]:
     command = [sys.executable, mock.__file__, str(port)]
-    worker = Worker(command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S)
+    worker = process("mock", command, port)
     try:
         worker.start()
         worker.wait_ready()
@@ -155,38 +154,17 @@ def set_affinity(router: Worker, cpus: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), {cpus[-1 - number % len(cpus)]})
 
 
-def env_without_proxies() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-
-
 def make_router(folder: Path, workers: Sequence[int], count: int) -> Worker:
     """Return a router with `count` processes, as users start it."""
-    port = free_port()
     fleet = {
         "model": mock.MODEL,
         "workers": [
             {"name": f"w{number}", "url": f"http://{HOST}:{worker}"}
             for number, worker in enumerate(workers)
         ],
-        "router": {
-            "host": HOST,
-            "port": port,
-            "admin": {"host": HOST, "port": free_port()},
-            "processes": count,
-        },
+        "router": {"processes": count},
     }
-    path = folder / f"{count}.yaml"
-    path.write_text(yaml.safe_dump(fleet, sort_keys=False))
-    script = Path(sys.executable).with_name("vllm-sched")
-    command = [str(script), "router", str(path)]
-    return Worker(
-        command,
-        port=port,
-        name=f"router of {count}",
-        env=env_without_proxies(),
-        deadline_s=READY_S,
-        grace_s=GRACE_S,
-    )
+    return router_process(f"router of {count}", folder / f"{count}.yaml", fleet)
 
 
 def measure(
