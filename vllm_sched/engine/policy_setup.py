@@ -72,10 +72,10 @@ def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
     spare = getattr(spec, "num_speculative_blocks", 0)
     # With the cache mode `all` (vLLM 0.31), Mamba layers keep a state for each block.
     if getattr(spec, "mamba_cache_mode", None) == "all":
-        most = -(-scheduler.max_model_len // manager.block_size) + spare
+        max_blocks = -(-scheduler.max_model_len // manager.block_size) + spare
     else:
-        most = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
-    return KvGroup(manager.block_size, most, spare)
+        max_blocks = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
+    return KvGroup(manager.block_size, max_blocks, spare)
 
 
 def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | None = None) -> None:
