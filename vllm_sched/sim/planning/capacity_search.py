@@ -79,16 +79,16 @@ class CapacitySearch:
         shape: FleetShape,
         start: float,
         *,
-        least: float = 0.0,
-        most: float = math.inf,
+        min_rate: float = 0.0,
+        max_rate: float = math.inf,
         draws: int | None = None,
     ) -> CapacityVerdict | None:
-        """Return the highest rate, searched from `start`; None if below `least`.
+        """Return the highest rate, searched from `start`; None if below `min_rate`.
 
         `draws`: only by this many draws, the last to fail.
         """
-        bottom, top = _rate_step(max(least, MIN_RATE)), _rate_step(min(most, MAX_RATE))
-        while rate_at(top) > most:
+        bottom, top = _rate_step(max(min_rate, MIN_RATE)), _rate_step(min(max_rate, MAX_RATE))
+        while rate_at(top) > max_rate:
             top -= 1
         if top < bottom:
             return None
@@ -143,10 +143,10 @@ class CapacitySearch:
                 return None
             self._margins[draw] = _margin(run)
             runs.append(run)
-        whole = merge_results(runs)
+        merged = merge_results(runs)
         # A few draws have too few long prompts for the stricter check.
-        enough = draws is not None or self._enough(whole)
-        return CapacityVerdict(rate_at(rung), runs, whole) if enough else None
+        enough = draws is not None or self._enough(merged)
+        return CapacityVerdict(rate_at(rung), runs, merged) if enough else None
 
 
 def _margin(run: FlowResult) -> float:

@@ -32,7 +32,7 @@ def rank_exactly(
     search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
     """Return the fleets that serve their rates, or lower ones, with vLLM's own schedulers."""
-    again: list[ServedRate] = []
+    exact_ranking: list[ServedRate] = []
     for served in search.progress.each(ranking):
         search.progress.note(f"exactly: {served.shape}")
         rate = served.rate
@@ -45,8 +45,8 @@ def rank_exactly(
         proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
         played[str(served.shape)] = proof
         if search.trials.is_good_enough(run, brief=True):
-            again.append(ServedRate(served.shape, rate, run))
-    if not again:
+            exact_ranking.append(ServedRate(served.shape, rate, run))
+    if not exact_ranking:
         lowest = ", ".join(
             f"{proof.rate:.3g} ({proof.share:.0%}, {proof.longest:.0%})"
             for proof in played.values()
@@ -56,7 +56,7 @@ def rank_exactly(
             f"{search.question.share:.0%} of all and of the longest requests in time, at {lowest} "
             "requests/s; give looser targets, or leave --exact out"
         )
-    return rank_fleets(again)
+    return rank_fleets(exact_ranking)
 
 
 def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
@@ -83,7 +83,7 @@ def count_outcomes(
     search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
 ) -> FlowResult:
     trials, gaps = search.trials, QuantileSketch()
-    figures = FlowFigures(search.question.targets, trials.borne_s)
+    figures = FlowFigures(search.question.targets, trials.tolerated_ttft_s)
     span = max((outcome.at for outcome in outcomes), default=0.0)
     for outcome in outcomes:
         klass, itls = trials.class_of(outcome.prompt_tokens), outcome.itls

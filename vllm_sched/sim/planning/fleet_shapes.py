@@ -166,9 +166,9 @@ def shapes(family: str, gpus: int, seen: TrafficHints, itl_ms: int) -> Iterator[
         if workers:
             yield FleetShape(general=workers, itl_ms=itl_ms)
     elif family == PREFILL_DECODE:
-        most = (gpus - seen.gpus) // seen.prefill_gpus  # leaves a decode worker
-        if most > 0:
-            for prefills in _near(seen.prefill_share * gpus / seen.prefill_gpus, most + 1):
+        max_prefills = (gpus - seen.gpus) // seen.prefill_gpus  # leaves a decode worker
+        if max_prefills > 0:
+            for prefills in _near(seen.prefill_share * gpus / seen.prefill_gpus, max_prefills + 1):
                 decodes = (gpus - prefills * seen.prefill_gpus) // seen.gpus
                 yield FleetShape(prefill=prefills, decode=decodes, itl_ms=itl_ms)
     elif workers < 2:

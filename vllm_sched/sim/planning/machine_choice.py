@@ -105,8 +105,8 @@ def rate_on(gpus: int) -> Callable[[FleetSearch, float], float]:
             for served in search.rough_rates(family, gpus, CLOSE * best_rate)
         ]
         if not rough:
-            least = f"less than {CLOSE * best_rate:.3g} requests/s" if best_rate else "no rate"
-            raise UsageError(f"it serves {least} in time")
+            limit = f"less than {CLOSE * best_rate:.3g} requests/s" if best_rate else "no rate"
+            raise UsageError(f"it serves {limit} in time")
         return max(rough)
 
     return rate
@@ -150,11 +150,11 @@ def fewest_gpus(search: FleetSearch, start: float = 0, *, rate: float) -> int:
             f"{MAX_REQUESTS:,} are possible; give a lower rate, and deploy that fleet several times"
         )
     unit = min(machine.gpus for machine in search.question.machines if machine)
-    bound = max(math.ceil(rate / search.trials.traffic.most_each), 1)
-    most = math.ceil(rate / (search.trials.worker_rate * IDLE_LOAD)) + bound
+    bound = max(math.ceil(rate / search.trials.traffic.max_worker_rate), 1)
+    max_workers = math.ceil(rate / (search.trials.worker_rate * IDLE_LOAD)) + bound
     too_few, enough = bound - 1, max(bound, int(start) // unit)
     while search.serving(enough * unit, rate) is None:
-        if enough > most:
+        if enough > max_workers:
             raise UsageError(
                 f"--request-rate {rate:g}: {enough * unit:,} GPUs of {search.question.profiles} "
                 "do not serve it; give looser targets"

@@ -54,8 +54,8 @@ class FleetPlan:
     smaller: list[ServedRate]  # fleets of the same kind, much smaller
     candidates: list[Candidate]  # the machines that were compared, if several were named
     capacity: Capacity
-    prompt: float
-    output: float
+    prompt: float  # mean tokens
+    output: float  # mean tokens
     runs: int
     requests: int  # per draw
     exact: dict[str, ExactProof]  # by shape
@@ -223,19 +223,19 @@ def _plan_of(
     return FleetPlan(
         search.question,
         gpus,
-        machine_plan.ranking,
-        more,
-        fewer,
-        [served for served in smaller if served is not None],
-        candidates,
-        replace(capacity, requests_per_s=traffic.most_each),
-        traffic.prompt,
-        traffic.output,
-        search.runs,
-        search.trials.count(best.rate, fine=True),
-        machine_plan.proofs,
-        bool(machine_plan.exact_ranking),
-        stopped_at,
+        ranking=machine_plan.ranking,
+        more=more,
+        fewer=fewer,
+        smaller=[served for served in smaller if served is not None],
+        candidates=candidates,
+        capacity=replace(capacity, requests_per_s=traffic.max_worker_rate),
+        prompt=traffic.prompt,
+        output=traffic.output,
+        runs=search.runs,
+        requests=search.trials.count(best.rate, fine=True),
+        exact=machine_plan.proofs,
+        is_exact=bool(machine_plan.exact_ranking),
+        stopped_at=stopped_at,
     )
 
 
@@ -284,11 +284,11 @@ def _smallest(
 def _fitting_machines(machines: Sequence[WorkerModel], gpus: int) -> list[WorkerModel]:
     fitting = [machine for machine in machines if machine.gpus <= gpus]
     if not fitting:
-        least = min(machine.gpus for machine in machines)
+        min_gpus = min(machine.gpus for machine in machines)
         names = ", ".join(machine.profile for machine in machines)
         raise UsageError(
-            f"--gpus {gpus}: a worker of {names} takes {least}; give {least} or more, or another "
-            "--profile"
+            f"--gpus {gpus}: a worker of {names} takes {min_gpus}; give {min_gpus} or more, or "
+            "another --profile"
         )
     return fitting
 
@@ -297,8 +297,8 @@ def _check_size(search: FleetSearch, gpus: int) -> None:
     """Refuse a fleet that is too large to simulate, before the search starts."""
     worker_gpus = search.question.machine.gpus
     largest = gpus // worker_gpus + 1  # the plan includes one more worker
-    most = largest * search.trials.traffic.most_each
-    if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MAX_REQUESTS:
+    max_rate = largest * search.trials.traffic.max_worker_rate
+    if math.isinf(max_rate) or (count := search.trials.count(max_rate, fine=True)) <= MAX_REQUESTS:
         return
     fits = (largest * MAX_REQUESTS // count - 1) * worker_gpus
     remedy = (
