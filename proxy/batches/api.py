@@ -222,8 +222,8 @@ class BatchApiRequest:
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
         wire = self._api.wire
-        done = FinishedRequest(noun.name, status, reason, wire.clock() - self._began)
-        wire.count_answered(done, self._request, self._sent)
+        finished = FinishedRequest(noun.name, status, reason, wire.clock() - self._began)
+        wire.count_answered(finished, self._request, self._sent)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._begun:

@@ -212,8 +212,10 @@ class BatchScheduler:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
             if self.is_leader:
-                most, wall = self.settings.max_lines, self._wall
-                self._maintenance.add(batch, lambda store: validate_input(store, batch, most, wall))
+                max_lines, wall = self.settings.max_lines, self._wall
+                self._maintenance.add(
+                    batch, lambda store: validate_input(store, batch, max_lines, wall)
+                )
         elif self.is_leader and batch.completed + batch.failed >= batch.total:
             await self._end_batch(batch, Status.COMPLETED)
         elif batch.id not in self._running:

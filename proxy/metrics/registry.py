@@ -121,35 +121,35 @@ class Metrics:
         self._models: set[str] = set()
         self._next_cleanup = 0.0
 
-    def count_request(self, done: FinishedRequest) -> None:
-        worker, pool, size, status = done.worker, done.pool, done.size, done.status
-        key = done.route, done.model, worker, pool, done.reason, status, size
-        duration_s, queue_s, ttft_s = done.duration_s, done.queue_s, done.ttft_s
+    def count_request(self, finished: FinishedRequest) -> None:
+        worker, pool, size, status = finished.worker, finished.pool, finished.size, finished.status
+        key = finished.route, finished.model, worker, pool, finished.reason, status, size
+        duration_s, queue_s, ttft_s = finished.duration_s, finished.queue_s, finished.ttft_s
         series = self.requests.get(key) or self._series(key)
         series.count += 1
         series.duration.observe(duration_s)
         series.wait.observe(queue_s)
         if ttft_s is not None:
             series.ttft.observe(ttft_s)
-            if (predicted := done.predicted_ttft_s) is not None:
+            if (predicted := finished.predicted_ttft_s) is not None:
                 series.predicted.observe(predicted)
-            if (tpot_s := done.tpot_s) is not None:
+            if (tpot_s := finished.tpot_s) is not None:
                 series.tpot.observe(tpot_s)
-            series.phases.observe(done)
-        elif (stream := done.stream) is not None:
+            series.phases.observe(finished)
+        elif (stream := finished.stream) is not None:
             if status == CLIENT_GONE:
-                worker, pool = done.leg or (worker, pool)
+                worker, pool = finished.leg or (worker, pool)
                 self.unseen.observe_disconnect(
                     worker, pool, series.model, size, duration_s, stream=stream
                 )
             elif not stream and status < FAULTY:
                 self.unseen.observe_unstreamed(pool, series.model, size, duration_s)
 
-    def attach_trace(self, done: FinishedRequest, trace: str) -> None:
+    def attach_trace(self, finished: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
-        series = self.ttft.get((done.pool, self.model_label(done.model), done.size))
-        if series is not None and done.ttft_s is not None:
-            series.exemplify(done.ttft_s, trace, round(time.time(), 3))
+        series = self.ttft.get((finished.pool, self.model_label(finished.model), finished.size))
+        if series is not None and finished.ttft_s is not None:
+            series.exemplify(finished.ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
         return self.gaps[pool, size]

@@ -190,8 +190,8 @@ def busiest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for kind in KINDS:
         of_kind = [row for row in rows if row["what"] == kind]
-        most = nlargest(MAX_LATENCY_ROWS, of_kind, key=itemgetter("count"))
-        shown += [row for row in of_kind if row in most]
+        busiest_rows = nlargest(MAX_LATENCY_ROWS, of_kind, key=itemgetter("count"))
+        shown += [row for row in of_kind if row in busiest_rows]
     return shown
 
 

@@ -116,7 +116,7 @@ class WireContext(Protocol):
 
     def count_answered(
         self,
-        done: FinishedRequest,
+        finished: FinishedRequest,
         request: Request | None,
         sent_bytes: int,
         request_id: bytes = b"",
@@ -136,7 +136,7 @@ class WireContext(Protocol):
     def add_short_wait(self, wait: Expiring) -> None: ...
 
     def make_tokenize_request(
-        self, now: float, done: Callable[[float, int | None], None]
+        self, now: float, on_done: Callable[[float, int | None], None]
     ) -> TokenizeRequest: ...
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None: ...

@@ -213,9 +213,9 @@ class WireServer:
         return Exchange(self, client, request, route, arrived_at)
 
     def make_tokenize_request(
-        self, now: float, done: Callable[[float, int | None], None]
+        self, now: float, on_done: Callable[[float, int | None], None]
     ) -> TokenizeRequest:
-        request = TokenizeRequest(now + self.settings.count_s, done)
+        request = TokenizeRequest(now + self.settings.count_s, on_done)
         self.add_short_wait(request)
         return request
 
@@ -268,24 +268,24 @@ class WireServer:
         request: Request | None = None,
         request_id: bytes = b"",
     ) -> None:
-        done = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
-        self.count_answered(done, request, len(response), request_id)
+        finished = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
+        self.count_answered(finished, request, len(response), request_id)
 
     def count_answered(
         self,
-        done: FinishedRequest,
+        finished: FinishedRequest,
         request: Request | None,
         sent_bytes: int,
         request_id: bytes = b"",
     ) -> None:
         now = self.clock()
-        self.metrics.count_request(done)
+        self.metrics.count_request(finished)
         for callback in self.metrics.at_end:
             record = RequestRecord()
-            record.started = now - done.duration_s
+            record.started = now - finished.duration_s
             record.request, record.sent_bytes = request, sent_bytes
             record.unread_id = request_id
-            callback(record, now, done.route, done.status, done.reason)
+            callback(record, now, finished.route, finished.status, finished.reason)
 
     def remove_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.discard(exchange)

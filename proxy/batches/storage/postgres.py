@@ -259,8 +259,8 @@ class PostgresBackend(Backend):
         for chunk in chunks(rows):
             values = [value for row in chunk for value in row]
             marks = ", ".join(f"({placeholders(row)})" for row in chunk)
-            done = self.execute(f"{begin}{marks}{end}", values)
-            inserted += done.fetchall() if end else ()
+            cursor = self.execute(f"{begin}{marks}{end}", values)
+            inserted += cursor.fetchall() if end else ()
         return inserted
 
     @contextmanager

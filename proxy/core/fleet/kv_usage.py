@@ -113,8 +113,8 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
         requests = max(gauges.running + gauges.waiting, 1)
         with_queue = inside * (1.0 + queued / max(gauges.running, 1))
         estimate = with_queue * min(worker.sequences / requests, 1.0)
-        most = charged + saved * (1.0 - max(worker.pace.evicted_share, worker.kv_unshared))
-        worker.kv_overcharged = min(charged - int(min(estimate, most)), 0)
+        max_estimate = charged + saved * (1.0 - max(worker.pace.evicted_share, worker.kv_unshared))
+        worker.kv_overcharged = min(charged - int(min(estimate, max_estimate)), 0)
     worker.kv_uncharged = max(int(inside) - charged + worker.kv_overcharged, 0)
     if saved:
         apart = worker.kv_unshared - SHARING_LEARNING_RATE * worker.kv_overcharged / saved

@@ -19,10 +19,10 @@ FIRST_EVENT_IS_TOKEN = route_names(lambda route: route.begins_with_token)
 STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
 
 
-def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
+def ask_other_hosts(info: RequestInfo, on_decided: Decided) -> PendingDecision | None:
     """Have all hosts together decide whether a request exceeds its tenant's limits.
 
-    Returns None if this host decides, or may admit it. `done` is followed by `enter`, or by
+    Returns None if this host decides, or may admit it. `on_decided` is followed by `enter`, or by
     `leave`.
     """
     tenant = info.tenant
@@ -42,7 +42,7 @@ def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
 
     def decided(exceeded: LimitExceeded | None) -> None:
         info.bill.decided, info.bill.exceeded = tokens, exceeded
-        done(exceeded)
+        on_decided(exceeded)
 
     return ledger.remote_limits.request_decision(tokens, decided)
 
@@ -117,8 +117,8 @@ def _refuse_for_now(tenant: Tenant, exceeded: LimitExceeded) -> Refusal:
 
 
 def _count(tenant: Tenant, exceeded: LimitExceeded) -> None:
-    limited, which = tenant.totals.limited, exceeded.limit.value
-    limited[which] = limited.get(which, 0) + 1
+    limited, limit = tenant.totals.limited, exceeded.limit.value
+    limited[limit] = limited.get(limit, 0) + 1
 
 
 def leave(info: RequestInfo, now: float, used: int = 0) -> None:

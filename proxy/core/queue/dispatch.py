@@ -138,7 +138,7 @@ class DispatchRound:
 
     def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Placement] | None:
         """Dispatch the first ticket that can go; skip needs that failed before."""
-        place, least, misses = fifo.place, self._failed_need, self._misses
+        place, failed_need, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
             needs = ticket.info.needed_context
             if needs >= self._need_bound(place):
@@ -148,5 +148,5 @@ class DispatchRound:
                 return ticket, placed
             misses[place] = misses.get(place, 0) + 1
             # A batch request may lack only the slots kept free for higher classes.
-            least[place] = min(least.get(place, maxsize), needs)
+            failed_need[place] = min(failed_need.get(place, maxsize), needs)
         return None

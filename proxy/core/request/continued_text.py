@@ -87,9 +87,9 @@ def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextS
         if limit <= tokens:
             return None
         new[name] = b"%d" % (limit - tokens)
-    least = parse_count(orjson.loads(values.get(LEAST_FIELD, NULL)))
-    if least is not None:
-        new[LEAST_FIELD] = b"%d" % max(least - tokens, 0)
+    min_tokens = parse_count(orjson.loads(values.get(LEAST_FIELD, NULL)))
+    if min_tokens is not None:
+        new[LEAST_FIELD] = b"%d" % max(min_tokens - tokens, 0)
     if is_chat:
         message = orjson.dumps({"role": "assistant", "content": kept})
         new["messages"] = b"%b,%b]" % (values["messages"][:-1], message)

@@ -24,9 +24,9 @@ class OwnerWait:
 
     __slots__ = ("_done", "deadline")
 
-    def __init__(self, deadline: float, done: Callable[[float], None]) -> None:
+    def __init__(self, deadline: float, on_done: Callable[[float], None]) -> None:
         self.deadline = deadline
-        self._done = done
+        self._done = on_done
 
     def expire(self, now: float) -> None:
         self._done(now)

@@ -93,10 +93,10 @@ class Sizer:
         info = RequestInfo(
             request_id, route.name, model, body_bytes, prompt, error, largest, output
         )
-        least = _least_text_tokens(learned, text - tools)  # templates may omit tools
+        least_prompt = _least_text_tokens(learned, text - tools)  # templates may omit tools
         # Template and image tokens are guesses.
         is_guess = extent.guessed or route.shape in TEMPLATED
-        info.least_prompt = least if is_guess else least + tokens
+        info.least_prompt = least_prompt if is_guess else least_prompt + tokens
         info.samples, info.prompts = samples * extent.prompts, extent.prompts
         info.text_bytes, info.tool_bytes = extent.text, tools
         info.extra_tokens = extent.tokens
@@ -206,10 +206,10 @@ def shrink_to_fit(info: RequestInfo, context: int, *, cuts_output: bool) -> None
     """
     stated = info.output_tokens
     output = info.generates if cuts_output or stated is None else stated
-    least = info.least_prompt
-    if least < 0:
-        least = info.largest_prompt - info.prompt_error
-    if least + output > context:
+    least_prompt = info.least_prompt
+    if least_prompt < 0:
+        least_prompt = info.largest_prompt - info.prompt_error
+    if least_prompt + output > context:
         return
     if (stated or 0) > context and info.route not in ANY_LIMIT:
         return

@@ -193,9 +193,9 @@ def _add_part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> N
     kind = part.get("type")
     if type(kind) is not str:
         kind = " ".join(part)  # {"image_url": "..."} is valid too
-    for word, which in KINDS:
+    for word, medium in KINDS:
         if word in kind:
-            _add_medium(extent, which, 1)
+            _add_medium(extent, medium, 1)
             return
     if EMBEDDED in kind:
         tokens = 1 + json_bytes(part) // EMBEDDED_BYTES

@@ -124,7 +124,7 @@ class RemoteLimits(Protocol):
     def take_from_advance(self, tokens: int) -> bool:
         """Admit a request from what is charged in advance; False if that is not enough."""
 
-    def request_decision(self, tokens: int, done: Decided) -> PendingDecision | None:
+    def request_decision(self, tokens: int, on_decided: Decided) -> PendingDecision | None:
         """Have the server decide a request; None if this host decides."""
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
@@ -251,9 +251,9 @@ class TenantUsage:
         return None
 
     def _find_exceeded(self, now: float, elsewhere: int, tokens: int) -> LimitExceeded | None:
-        most, requests, bucket = self._concurrency, self._requests, self._tokens
-        if most is not None and self.running + elsewhere >= most:
-            return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
+        concurrency, requests, bucket = self._concurrency, self._requests, self._tokens
+        if concurrency is not None and self.running + elsewhere >= concurrency:
+            return self._exceeded(now, Limit.CONCURRENCY, concurrency, CONCURRENCY_RETRY_S)
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.wait_s(now, tokens)) > 0:

@@ -86,9 +86,9 @@ class LimitRequest:
 
     __slots__ = ("done", "tokens")
 
-    def __init__(self, tokens: int, done: Decided) -> None:
+    def __init__(self, tokens: int, on_decided: Decided) -> None:
         self.tokens = tokens
-        self.done: Decided | None = done  # None: the client has left
+        self.done: Decided | None = on_decided  # None: the client has left
 
     def drop(self) -> None:
         self.done = None
@@ -121,11 +121,11 @@ class TenantLimits:
         self.tenant.ledger.charge_known(self._limiter.clock(), 1, tokens)
         return True
 
-    def request_decision(self, tokens: int, done: Decided) -> LimitRequest | None:
+    def request_decision(self, tokens: int, on_decided: Decided) -> LimitRequest | None:
         """Have the server decide a request; None if this process decides."""
         if not self._limiter.is_up:
             return None
-        request = LimitRequest(tokens, done)
+        request = LimitRequest(tokens, on_decided)
         self.waiting.append(request)
         self._limiter.call_soon_for(self)
         return request
@@ -370,7 +370,7 @@ class SharedLimiter:
         limits, charges, more_advance, waiting = call
         now, tenant = self.clock(), limits.tenant
         allowed = tenant.spec.limits
-        most = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
+        allowances = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
         return [
             charges.call,
             tenant.ledger.running + limits.advance.requests,
@@ -378,7 +378,7 @@ class SharedLimiter:
             charges.tokens,
             int(limits.unanswered is not None),
             *(max(full_at - now, 0.0) for full_at in limits.full_at),
-            *(NO_LIMIT if limit is None else limit for limit in most),
+            *(NO_LIMIT if limit is None else limit for limit in allowances),
             limits.advance.requests,
             limits.advance.tokens,
             *more_advance,

@@ -50,7 +50,7 @@ class UploadDeadline:
         return Refusal(408, Reason.BAD_REQUEST, "the request took too long to arrive")
 
     def _body_due(self, settings: WireSettings) -> float:
-        least = settings.body_min_bytes_per_s
-        if not least:
+        min_rate = settings.body_min_bytes_per_s
+        if not min_rate:
             return inf
-        return self._body_at + settings.client_idle_s + self._body_bytes / least
+        return self._body_at + settings.client_idle_s + self._body_bytes / min_rate

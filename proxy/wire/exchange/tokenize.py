@@ -23,10 +23,10 @@ class TokenizeRequest:
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
     timeout_s = inf
 
-    def __init__(self, deadline: float, done: Callable[[float, int | None], None]) -> None:
+    def __init__(self, deadline: float, on_done: Callable[[float, int | None], None]) -> None:
         self.deadline = deadline
         self.connection: WorkerConnection | None = None
-        self._done = done
+        self._done = on_done
         self._status = 0
         self._answer = b""
 
