@@ -159,16 +159,16 @@ def rate(played: Sequence[PlayedRun], since: float, until: float, router_s: floa
     )
 
 
-async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, list[Rate]]:
+async def run(load: Load, rounds: int, reporter: ProgressReporter) -> dict[str, list[Rate]]:
     """Start all processes, warm each side up and measure the sides in turns."""
-    found: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
+    by_side: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
     with tempfile.TemporaryDirectory(prefix="both-pools-") as name:
         folder = Path(name)
         config = fleet(sorted(os.sched_getaffinity(0)))
         workers = [make_worker(config, worker, folder, folder) for worker in config.workers]
         measured_sides = sides(config, folder)
         routers = [side.router for side in measured_sides if side.router]
-        async with running(workers, narrator), running(routers, narrator):
+        async with running(workers, reporter), running(routers, reporter):
             endpoints = {
                 side.name: [
                     await probe_endpoint(EndpointOptions(url, explain=True)) for url in side.urls
@@ -178,7 +178,7 @@ async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, 
             for number in range(rounds + 1):
                 for side in measured_sides if number % 2 else reversed(measured_sides):
                     what = f"round {number} of {rounds}" if number else "warming up"
-                    narrator.step(f"{what}, {side.name}")
+                    reporter.step(f"{what}, {side.name}")
                     # vLLM's processes busy-wait for a second after a step.
                     await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
                     for worker in (*workers, *routers):
@@ -186,8 +186,8 @@ async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, 
                     seconds = load.seconds if number else min(WARM_UP_S, load.seconds)
                     measured = await measure(side, endpoints[side.name], load, number, seconds)
                     if number:
-                        found[side.name].append(measured)
-    return found
+                        by_side[side.name].append(measured)
+    return by_side
 
 
 def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[float]:
@@ -199,9 +199,9 @@ def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[fl
     ]
 
 
-def promises(found: Mapping[str, Sequence[Rate]]) -> list[Promise]:
+def promises(by_side: Mapping[str, Sequence[Rate]]) -> list[Promise]:
     """Return the promises, and the ratios to both workers without a router."""
-    alone, both, direct = found[ALONE], found[BOTH], found[DIRECT]
+    alone, both, direct = by_side[ALONE], by_side[BOTH], by_side[DIRECT]
     requests = "requests_per_s"
     return [
         Promise(
@@ -225,11 +225,11 @@ def promises(found: Mapping[str, Sequence[Rate]]) -> list[Promise]:
     ]
 
 
-def _middle(found: Sequence[float]) -> float | None:
-    return statistics.median(found) if found else None
+def _middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
-def table(found: Mapping[str, Sequence[Rate]]) -> Table:
+def table(by_side: Mapping[str, Sequence[Rate]]) -> Table:
     """Return the table of all rounds and their medians."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("round")
@@ -237,10 +237,10 @@ def table(found: Mapping[str, Sequence[Rate]]) -> Table:
     for heading in ("requests/s", "tokens/s", "counted", "to alone", "client and router"):
         layout.add_column(heading, justify="right")
     layout.add_column("by worker")
-    rounds = len(found[ALONE])
+    rounds = len(by_side[ALONE])
     for number in range(rounds):
-        for name, rates in found.items():
-            measured, alone = rates[number], found[ALONE][number]
+        for name, rates in by_side.items():
+            measured, alone = rates[number], by_side[ALONE][number]
             to_alone = (
                 measured.requests_per_s / alone.requests_per_s if alone.requests_per_s else None
             )
@@ -255,7 +255,7 @@ def table(found: Mapping[str, Sequence[Rate]]) -> Table:
                 ", ".join(f"{name} {n}" for name, n in sorted(measured.by_worker.items()) if name),
                 end_section=name == DIRECT,
             )
-    for name, rates in found.items():
+    for name, rates in by_side.items():
         layout.add_row(
             "median",
             name,
@@ -272,15 +272,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(args.prompt, args.output, args.concurrency, args.seconds, args.seed)
     load_average = os.getloadavg()[0]
     try:
-        with ProgressReporter(console) as narrator:
-            found = uvloop.run(run(load, args.rounds, narrator))
+        with ProgressReporter(console) as reporter:
+            by_side = uvloop.run(run(load, args.rounds, reporter))
     except VllmSchedError as error:
         console.print(f"both_pools: {error}", style="red", markup=False, highlight=False)
         return 1
-    judged = promises(found)
-    console.print(table(found))
+    judged = promises(by_side)
+    console.print(table(by_side))
     console.print(promise.table("short prompts only, two workers and one", judged))
-    all_rates = [measured for rates in found.values() for measured in rates]
+    all_rates = [measured for rates in by_side.values() for measured in rates]
     warnings = {warning for measured in all_rates for warning in measured.warnings}
     if load_average > MAX_LOAD_AVERAGE:
         warnings.add(f"load average {load_average:.1f} at the start")
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = {
             "load": asdict(load),
             "rounds": {
-                name: [asdict(measured) for measured in rates] for name, rates in found.items()
+                name: [asdict(measured) for measured in rates] for name, rates in by_side.items()
             },
             "promises": promise.to_json(judged),
         }

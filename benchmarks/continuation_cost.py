@@ -101,8 +101,8 @@ class JournaledMock(mock.Worker):
         self._number = 0  # 0: no stream
 
     def data_received(self, data: bytes) -> None:
-        if (found := REQUEST_ID.search(data)) is not None:
-            self._id = found[1]
+        if (match := REQUEST_ID.search(data)) is not None:
+            self._id = match[1]
         super().data_received(data)
 
     def _serve(self, start: bytes, body: bytes) -> None:
@@ -169,17 +169,17 @@ async def run(folder: Path, load: str, rounds: int) -> list[measure.Sample]:
                 sides.append(stage.Side(name, side.port, side))
                 if name != PLAIN:
                     await asyncio.to_thread(wait_for_journal, side.port)
-            found = await measure.measure(sides, [load], rounds, measure.Times(), lambda _: None)
-            return found.samples
+            results = await measure.measure(sides, [load], rounds, measure.Times(), lambda _: None)
+            return results.samples
 
 
 def costs(samples: Sequence[measure.Sample]) -> dict[str, list[float]]:
     """Return the microseconds per piece of each side, by round."""
-    found: dict[str, list[float]] = {PLAIN: [], OFF: [], ON: []}
+    by_side: dict[str, list[float]] = {PLAIN: [], OFF: [], ON: []}
     for sample in samples:
         assert not sample.errors, sample.errors
-        found[sample.side].append(sample.cpu_s / sample.events * MICRO)
-    return found
+        by_side[sample.side].append(sample.cpu_s / sample.events * MICRO)
+    return by_side
 
 
 def main() -> None:
@@ -194,11 +194,11 @@ def main() -> None:
             return
         with tempfile.TemporaryDirectory() as folder:
             samples = runner.run(run(Path(folder), arguments.load, arguments.rounds))
-    found = costs(samples)
+    by_side = costs(samples)
     table = Table("router", "us per piece", f"against {OFF}")
-    for name, values in found.items():
+    for name, values in by_side.items():
         ratio = statistics.median(
-            value / off for value, off in zip(values, found[OFF], strict=True)
+            value / off for value, off in zip(values, by_side[OFF], strict=True)
         )
         table.add_row(name, f"{statistics.median(values):.1f}", f"{ratio:.3f}x")
         if name == ON:

@@ -40,11 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds")
     parser.add_argument("--workload", nargs="+", default=["azure-conv", "azure-code", "1000x100"])
-    given = parser.parse_args()
+    args = parser.parse_args()
     play("100x10", 5.0)  # imports modules and fills caches
     print("workload | requests | concurrency | virtual s per CPU s | vLLM's scheduler")
-    for workload in given.workload:
-        speed, share, requests, concurrency = play(workload, given.duration)
+    for workload in args.workload:
+        speed, share, requests, concurrency = play(workload, args.duration)
         print(f"{workload} | {requests} | {concurrency:.1f} | {speed:.1f} | {share:.0%}")
 
 

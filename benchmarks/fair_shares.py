@@ -130,11 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="simulate fair shares while a tenant floods")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     alike = {name: Tenant(TenantSpec(name)) for name in LOADS}
     ranked = {name: Tenant(TenantSpec(name, rank)) for name, rank in CLASSES.items()}
     for what, tenants in (("one tenant", None), ("three", alike), ("with classes", ranked)):
-        run = Run(tenants, given.seconds, given.seed)
+        run = Run(tenants, args.seconds, args.seed)
         run.simulate()
         run.print_results(what)
 

@@ -78,10 +78,10 @@ def index_bytes(sessions: int, moves: int = 0) -> tuple[float, int]:
             index.record(whole[: blocks * turn // TURNS], worker)
     gc.collect()
     held = resident_bytes() - before
-    known = sum(
+    complete = sum(
         index.matches(prompt(session))[0][0] == blocks for session in range(0, sessions, 10)
     )
-    return held, known * 10
+    return held, complete * 10
 
 
 def bodies(size: int) -> Iterator[tuple[str, bytes]]:
@@ -160,10 +160,10 @@ def main() -> None:
     console = Console()
     console.print("compiled modules" if in_use() else "plain modules")
     for moves in (0, 2):
-        held, known = index_bytes(sessions, moves)
+        held, complete = index_bytes(sessions, moves)
         console.print(
             f"{sessions:,} sessions of {TOKENS:,} tokens, {moves} moves: {held * MEGA:.0f} MB "
-            f"(target: {MAX_MEMORY_MB}), {known:,} known to their ends"
+            f"(target: {MAX_MEMORY_MB}), {complete:,} known to their ends"
         )
     for size in SIZES:
         index, body = PrefixIndex(), b"a word and " * (size // 11)

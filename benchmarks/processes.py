@@ -84,23 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="per window")
     parser.add_argument("--connections", type=int, default=32, help="per process")
     parser.add_argument("--apart", action="store_true", help="one router process per processor")
-    given = parser.parse_args(words)
+    args = parser.parse_args(words)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    most = max(given.processes)
-    cpus = Cpus.here(most, apart=given.apart)
+    most = max(args.processes)
+    cpus = Cpus.here(most, apart=args.apart)
     sources = most if cpus.enough else 1
     load_average = os.getloadavg()[0]
-    samples: dict[int, list[Sample]] = {count: [] for count in given.processes}
-    with stage(given.processes, cpus, workers=max(most, 2)) as routers:
-        for number in range(given.rounds):
-            order = given.processes if number % 2 else given.processes[::-1]
+    samples: dict[int, list[Sample]] = {count: [] for count in args.processes}
+    with stage(args.processes, cpus, workers=max(most, 2)) as routers:
+        for number in range(args.rounds):
+            order = args.processes if number % 2 else args.processes[::-1]
             for count in order:
                 samples[count].append(
                     measure(
                         routers[count],
-                        given.seconds,
-                        given.connections * count,
+                        args.seconds,
+                        args.connections * count,
                         sources,
                         cpus,
                         number,

@@ -120,11 +120,11 @@ def play(load: Load, policies: Policies, seed: int) -> Figures:
 
 def ratios(load: Load, seeds: int) -> dict[str, Figures]:
     """Return each variant's figures over those of vLLM's scheduler."""
-    found = {
+    by_variant = {
         name: [play(load, policies, seed) for seed in range(seeds)]
         for name, policies in VARIANTS.items()
     }
-    base = found[UPSTREAM]
+    base = by_variant[UPSTREAM]
     return {
         name: Figures(
             *(
@@ -132,17 +132,17 @@ def ratios(load: Load, seeds: int) -> dict[str, Figures]:
                 for at in range(len(HEADINGS))
             )
         )
-        for name, rows in found.items()
+        for name, rows in by_variant.items()
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     for title, load in LOADS.items():
         print(f"{title}, budget {load.budget} | {' | '.join(HEADINGS)}")
-        for name, figures in ratios(load, given.seeds).items():
+        for name, figures in ratios(load, args.seeds).items():
             print(
                 name,
                 *("-" if figure != figure else f"{figure:.2f}x" for figure in figures),

@@ -164,10 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
-    given = parser.parse_args()
-    picture = uvloop.run(draw(given.scheme))
-    given.out.write_bytes(picture)
-    print(f"{given.out}: {len(picture) / 1024:.0f} KiB")
+    args = parser.parse_args()
+    picture = uvloop.run(draw(args.scheme))
+    args.out.write_bytes(picture)
+    print(f"{args.out}: {len(picture) / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

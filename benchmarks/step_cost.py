@@ -169,8 +169,8 @@ def measure(
     """Return the median seconds of both sides, as `take_step` measures them."""
     make = make_skipping if slots in SKIPPED else make_loaded
     schedulers = [
-        make(kind, given, waiting, slots)
-        for kind, given in zip(kinds, (None, policies), strict=True)
+        make(kind, side_policies, waiting, slots)
+        for kind, side_policies in zip(kinds, (None, policies), strict=True)
     ]
     reserves: list[list[Any]] = [[], []]
     times: list[list[tuple[float, float]]] = [[], []]

@@ -262,10 +262,10 @@ def alone_s(session: Session, alone: Alone) -> float:
 
     Sub-agents run side by side.
     """
-    found = 0.0
+    total_s = 0.0
     for turn in session:
         request = turn.request
-        found += alone.turn_s(request)
-        found += turn.think_s if request.turn else 0.0
-        found += max((alone_s(fork, alone) for fork in turn.forks), default=0.0)
-    return found
+        total_s += alone.turn_s(request)
+        total_s += turn.think_s if request.turn else 0.0
+        total_s += max((alone_s(fork, alone) for fork in turn.forks), default=0.0)
+    return total_s

@@ -62,10 +62,10 @@ def table(title: str, variants: VariantFigures) -> Table:
 
 
 def _median_text(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
+    measured = [value for value in values if value is not None]
+    if not measured:
         return ""
-    middle = median(known)
+    middle = median(measured)
     return f"{middle:.3f} s" if middle < 1000 else f"{middle:.0f}"
 
 

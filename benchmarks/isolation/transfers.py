@@ -109,9 +109,11 @@ class Transfers:
 
 def total(page: str, name: str, **labels: str) -> float:
     """Return the sum of the samples of a metric that have these labels."""
-    found = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)", page, re.MULTILINE)
+    samples = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)", page, re.MULTILINE)
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(float(value) for having, value in found if all(label in having for label in wanted))
+    return sum(
+        float(value) for having, value in samples if all(label in having for label in wanted)
+    )
 
 
 async def wait_connected(url: str) -> Counts:

@@ -50,14 +50,14 @@ class Verdict:
 
 
 def verdicts(result: Comparison) -> list[Verdict]:
-    found = []
+    judged = []
     (lines,) = result.figures.values()
     for what, group, measure, at_most in TARGETS:
         line = report.figure(lines, group, measure)
-        found.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
+        judged.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
         if group == LONG:
-            found += prefills(result)
-    return found
+            judged += prefills(result)
+    return judged
 
 
 def prefills(result: Comparison) -> list[Verdict]:
@@ -83,7 +83,7 @@ def prefills(result: Comparison) -> list[Verdict]:
 
 def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
     """Return times to first token of long prompts that found a worker without another one."""
-    found = []
+    ttfts = []
     for played in rounds:
         longs = sorted(
             (record for record in played.records if record.klass == LONG),
@@ -92,16 +92,16 @@ def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
         for index, record in enumerate(longs):
             ahead = sum(_is_prefilled_at(record.sent, other) for other in longs[:index])
             if ahead < workers and record.ticks and not record.error:
-                found.append(record.ttft)
-    return found
+                ttfts.append(record.ttft)
+    return ttfts
 
 
 def _is_prefilled_at(now: float, record: Outcome) -> bool:
     return record.first_token is None or record.first_token > now
 
 
-def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    return [{**asdict(verdict), "kept": verdict.kept} for verdict in found]
+def to_json(judged: Sequence[Verdict]) -> list[dict[str, Any]]:
+    return [{**asdict(verdict), "kept": verdict.kept} for verdict in judged]
 
 
 def table(result: Comparison) -> Table:

@@ -44,15 +44,15 @@ def mutants_of(source: bytes) -> list[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
+    mutants = []
     for node, changed, kind in _edits(ast.parse(source)):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         text = changed if isinstance(changed, str) else ast.unparse(changed)
         if isinstance(node, ast.expr):
             text = f"({text})"
-        found.append(Mutant(node.lineno, start, end, source[start:end].decode(), text, kind))
-    return sorted(found, key=lambda mutant: (mutant.start, mutant.kind))
+        mutants.append(Mutant(node.lineno, start, end, source[start:end].decode(), text, kind))
+    return sorted(mutants, key=lambda mutant: (mutant.start, mutant.kind))
 
 
 Node = ast.expr | ast.stmt

@@ -46,11 +46,11 @@ class Verdict:
 Trial = Callable[[str, int, int, ProgressReporter], Awaitable[Verdict]]
 
 
-async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
+async def rotation(model: str, rounds: int, seed: int, reporter: ProgressReporter) -> Verdict:
     """Send eight equal prompts at once: all prefills should end at about the same time."""
     plan = ComparisonPlan(model, workloads.equal_prompts(seed=seed), rounds, lone_samples=0)
     sides = [_side("default", plan), _side("rotation", plan)]
-    result = await _compared(sides, plan, narrator)
+    result = await _compared(sides, plan, reporter)
     (lines,) = result.figures.values()
     spread = report.figure(lines, LONG, report.SPREAD).ratio
     makespan = report.figure(lines, "all", "all prompts done").ratio
@@ -61,7 +61,7 @@ async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporte
     )
 
 
-async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
+async def chunk_budget(model: str, rounds: int, seed: int, reporter: ProgressReporter) -> Verdict:
     """Set a target between the decode gaps of small and of large chunks.
 
     Only gaps during a long prefill count, because all others are within any target.
@@ -72,7 +72,7 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
         chunk: _side("default", plan, extra=(f"--max-num-batched-tokens={chunk}",), sharing=6)
         for chunk in FIXED
     }
-    target_s = await _midway(fixed[FIXED[0]], fixed[FIXED[-1]], plan, narrator)
+    target_s = await _midway(fixed[FIXED[0]], fixed[FIXED[-1]], plan, reporter)
     ours = _side(
         "chunk_budget",
         plan,
@@ -80,7 +80,7 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
         extra=(f"--max-num-batched-tokens={FIXED[-1]}",),
         sharing=6,
     )
-    result = await _compared([*fixed.values(), ours], plan, narrator)
+    result = await _compared([*fixed.values(), ours], plan, reporter)
     meeting = [
         _mean_ttft(contender)
         for contender in fixed.values()
@@ -99,7 +99,7 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
     )
 
 
-async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
+async def lanes(model: str, rounds: int, seed: int, reporter: ProgressReporter) -> Verdict:
     """Send chats alone, batch alone, and both, to one worker with lanes."""
     both = workloads.chat_beside_batch(seed=seed)
     loads = {"chats alone": SHORT, "batch alone": BATCH, "both": None}
@@ -109,15 +109,15 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
     }
     one = _side("lanes", plans["both"], sharing=1)
     played = {role: Contender(role, role, one.worker) for role in loads}
-    async with running([one.worker], narrator):
+    async with running([one.worker], reporter):
         for number in range(rounds + 1):
             order = list(played.values())[:: 1 if number % 2 else -1]
             for contender in order:
-                narrator.step(f"round {number} of {rounds}, {contender.role}")
+                reporter.step(f"round {number} of {rounds}, {contender.role}")
                 plan = plans[contender.role]
-                found = await play_round(contender, plan, plan.workload, number, narrator)
+                one_round = await play_round(contender, plan, plan.workload, number, reporter)
                 if number:
-                    contender.rounds.append(found)
+                    contender.rounds.append(one_round)
     result = Comparison(plans["both"], list(played.values()))
     chats, batch, together = (played[role].rounds for role in loads)
     ttft = report.ratio_of(
@@ -142,7 +142,7 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
 
 
 async def deferred_prefill(
-    model: str, rounds: int, seed: int, narrator: ProgressReporter
+    model: str, rounds: int, seed: int, reporter: ProgressReporter
 ) -> Verdict:
     """Keep 32 slots full, and compare auto with fixed thresholds and with the default.
 
@@ -163,12 +163,12 @@ async def deferred_prefill(
         )
         for departures in DEPARTURES
     ]
-    result = await _compared([default, auto, again, *fixed], plan, narrator)
+    result = await _compared([default, auto, again, *fixed], plan, reporter)
     ours = _rates(auto)
-    found = [
+    ratios = [
         report.ratio_of(_middle(_rates(contender)[::2]), _middle(ours[::2])) for contender in fixed
     ]
-    best = max(range(len(fixed)), key=lambda index: found[index] or 0.0)
+    best = max(range(len(fixed)), key=lambda index: ratios[index] or 0.0)
     against = _ratios(ours[1::2], _rates(fixed[best])[1::2])
     return _verdict(
         result,
@@ -208,24 +208,24 @@ def _side(
 
 
 async def _compared(
-    sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+    sides: Sequence[Contender], plan: ComparisonPlan, reporter: ProgressReporter
 ) -> Comparison:
     """Start all workers and measure them in turns."""
-    async with running([side.worker for side in sides], narrator):
-        await measure(sides, plan, narrator)
+    async with running([side.worker for side in sides], reporter):
+        await measure(sides, plan, reporter)
     return Comparison(plan, sides)
 
 
 async def _midway(
-    small: Contender, large: Contender, plan: ComparisonPlan, narrator: ProgressReporter
+    small: Contender, large: Contender, plan: ComparisonPlan, reporter: ProgressReporter
 ) -> float:
     """Return the mean of two fixed chunk sizes' p99 gaps."""
     once = ComparisonPlan(plan.model, plan.workload, 1, lone_samples=0)
     ends = [
         Contender(contender.role, contender.label, contender.worker) for contender in (small, large)
     ]
-    async with running([end.worker for end in ends], narrator):
-        await measure(ends, once, narrator)
+    async with running([end.worker for end in ends], reporter):
+        await measure(ends, once, reporter)
     return fmean(report.percentile(report.itls(e.rounds, BACKGROUND), 99) or 0.0 for e in ends)
 
 
@@ -291,8 +291,8 @@ def _ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> lis
     return [report.ratio_of(one, other) for one, other in zip(ours, theirs, strict=True)]
 
 
-def _middle(found: Sequence[float | None]) -> float | None:
-    return report.percentile([value for value in found if value is not None], 50)
+def _middle(values: Sequence[float | None]) -> float | None:
+    return report.percentile([value for value in values if value is not None], 50)
 
 
 def _verdict(result: Comparison, *promises: Promise) -> Verdict:

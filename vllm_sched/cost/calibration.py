@@ -73,13 +73,13 @@ def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
 
 def _fit_with_floor(steps: Sequence[TimedStep]) -> StepTime:
     best = _fit(steps, 0.0)
-    least = _error(best, steps) or 0.0
+    min_error = _error(best, steps) or 0.0
     alone = sorted(step.seconds for step in steps if step.shape.kind == "prefill")
     for floor in alone[MIN_STEPS_PER_KIND - 1 : len(alone) // 2 + 1]:
         time = _fit(steps, floor)
         error = _error(time, steps) or 0.0
-        if error < MAX_FLOOR_ERROR_RATIO * least:
-            best, least = time, error
+        if error < MAX_FLOOR_ERROR_RATIO * min_error:
+            best, min_error = time, error
     return best
 
 
@@ -103,8 +103,10 @@ def _fit(steps: Sequence[TimedStep], floor: float) -> StepTime:
 
 def _scaled_to_total(time: StepTime, steps: Sequence[TimedStep], spread: float) -> StepTime:
     expected = [time.seconds(step.shape) for step in steps]
-    most = 1 + HICCUP_ERRORS * spread
-    capped = [min(step.seconds, most * usual) for step, usual in zip(steps, expected, strict=True)]
+    max_ratio = 1 + HICCUP_ERRORS * spread
+    capped = [
+        min(step.seconds, max_ratio * usual) for step, usual in zip(steps, expected, strict=True)
+    ]
     factor = sum(capped) / sum(expected)
     return StepTime(**{name: factor * value for name, value in time.to_json().items()})
 

@@ -45,9 +45,9 @@ def best_chunk(
         chunk = Chunk(tokens, shape.read_tokens)
         return time.seconds(StepShape.from_chunks([chunk], shape.decodes, shape.context_tokens))
 
-    size, least = max_tokens, least_chunk(max_tokens, block_tokens)
+    size, min_tokens = max_tokens, least_chunk(max_tokens, block_tokens)
     size_s = seconds(size)
-    while size // 2 >= least:
+    while size // 2 >= min_tokens:
         half_s = seconds(size // 2)
         if 2 * half_s > size_s * (1 + accepted_loss(size_s, itl_s)):
             break

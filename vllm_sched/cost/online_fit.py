@@ -190,8 +190,8 @@ def solve_coefficients(
                         if other != index:
                             matrix[second][first] += value
     ridge = [
-        least + doubt * spread * spread / max(count, 1.0)
-        for least, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
+        base + doubt * spread * spread / max(count, 1.0)
+        for base, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
     ]
     solved = non_negative(matrix, right, ridge, protected=FIXED, dropped_instead=SLOPES)
     coefficients = dict(zip(FITTED_NAMES, solved, strict=True))

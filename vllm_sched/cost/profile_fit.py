@@ -86,14 +86,14 @@ def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
     rows = [_row(step.shape) for step in steps]
     weights = [1 / (counts[step.shape.kind] ** 0.5 * step.seconds) for step in steps]
     error_weights = [1.0] * len(steps)
-    least, best = math.inf, CurvedStepTime()
+    best_score, best = math.inf, CurvedStepTime()
     for _ in range(ROUNDS):
         both = [w * e for w, e in zip(weights, error_weights, strict=True)]
         time = _solve(rows, steps, both)
         step_errors = [abs(time.seconds(step.shape) / step.seconds - 1) for step in steps]
         score = _score(steps, step_errors)
-        if score < least:
-            least, best = score, time
+        if score < best_score:
+            best_score, best = score, time
         error_weights = [min(MIN_WEIGHT + error / USUAL_ERROR, MAX_WEIGHT) for error in step_errors]
     return best
 

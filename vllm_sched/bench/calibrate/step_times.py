@@ -60,25 +60,27 @@ class CalibrationPlan:
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
-        most = max_model_len - 2 * STREAM_TOKENS - 4
-        longest = min(budget - max_batch, most)
+        max_context = max_model_len - 2 * STREAM_TOKENS - 4
+        longest = min(budget - max_batch, max_context)
         if longest < 64:
             raise MeasureError(
                 f"a step of {budget} tokens leaves a prompt {longest} next to {max_batch} decodes, "
                 "and 64 are needed; give a larger --budget or a smaller --max-batch"
             )
         prompts = sorted({round(16 * (longest / 16) ** (n / 9)) for n in range(10)})
-        contexts = {16, longest // 4, longest, most}
-        while (further := max(context for context in contexts if context < most) * 4) < most:
+        contexts = {16, longest // 4, longest, max_context}
+        while (
+            further := max(context for context in contexts if context < max_context) * 4
+        ) < max_context:
             contexts.add(further)
         return cls(tuple(batches), tuple(sorted(contexts)), tuple(prompts), budget, seed)
 
     def contexts_of(self, batch: int) -> list[int]:
-        most = self.contexts[-1]
+        max_context = self.contexts[-1]
         return [
             context
             for context in self.contexts
-            if batch * context <= most or context <= self.prompts[-1]
+            if batch * context <= max_context or context <= self.prompts[-1]
         ]
 
 
@@ -284,13 +286,13 @@ class StepMeter(TokenApi):
         chunk, own = plan.budget - 1, plan.contexts[0]
         parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
         prompts = 2 * LONG_REPEATS * len(parts)
-        most = self._most_chunks(1, plan, prompts)
-        if most < 2:
+        max_chunks = self._most_chunks(1, plan, prompts)
+        if max_chunks < 2:
             return []
         steps: list[TimedStep] = []
-        async with self.streams(1, own, prompts * (most + MAX_STEPS_BETWEEN)) as streams:
+        async with self.streams(1, own, prompts * (max_chunks + MAX_STEPS_BETWEEN)) as streams:
             await streams[0].wait_until(2)
-            for count in (most // 2, most):
+            for count in (max_chunks // 2, max_chunks):
                 for part in parts:
                     tokens = count * chunk + part
                     seen = [
@@ -358,8 +360,8 @@ class StepMeter(TokenApi):
 
     def _prompt_lengths(self, plan: CalibrationPlan) -> list[int]:
         """Return the lengths of whole prompts: several of one step, two of many steps."""
-        most = self.max_model_len - 2
-        longs = [length for length in (most // 4, most) if length > plan.budget]
+        max_tokens = self.max_model_len - 2
+        longs = [length for length in (max_tokens // 4, max_tokens) if length > plan.budget]
         return [*plan.prompts[::3], *longs]
 
     async def _measure_alone(

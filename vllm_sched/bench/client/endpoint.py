@@ -187,16 +187,18 @@ async def _measure(endpoint: Endpoint, wire: Wire) -> tuple[Measure, str]:
     The warning is for endpoints without usable token counts.
     """
     texts = Texts(-1)
-    words, most = PROBE_WORDS
+    words, many_words = PROBE_WORDS
     few = await _tokens(endpoint, wire, texts.text("few", words))
     if not few:
         return Measure(), NO_COUNT
     if endpoint.max_model_len is not None:
-        most = min(most, max(MIN_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
-    many = await _tokens(endpoint, wire, texts.text("many", most))
+        many_words = min(
+            many_words, max(MIN_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2))
+        )
+    many = await _tokens(endpoint, wire, texts.text("many", many_words))
     if many <= few:
         return Measure(), SAME_COUNT
-    per_word = (many - few) / (most - words)
+    per_word = (many - few) / (many_words - words)
     return Measure(per_word, max(0.0, few - words * per_word)), ""
 
 

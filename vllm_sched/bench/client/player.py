@@ -108,7 +108,7 @@ async def play(
     *,
     salt: str = "",
     timeout_s: float = TIMEOUT_S,
-    tally: RunProgress | None = None,
+    progress: RunProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> PlayedRun:
     """Play the schedule until its end or `stop`; a failed request is an outcome, not an exception.
@@ -119,7 +119,7 @@ async def play(
     _allow_many_connections()
     texts = Texts(f"{schedule.seed}/{salt}")
     player = _Player(
-        endpoint, schedule, texts, timeout_s, tally or RunProgress(), stop or asyncio.Event()
+        endpoint, schedule, texts, timeout_s, progress or RunProgress(), stop or asyncio.Event()
     )
     with realtime_priority():
         return await player.run()
@@ -144,13 +144,13 @@ class _Player:
         schedule: Schedule,
         texts: Texts,
         timeout_s: float,
-        tally: RunProgress,
+        progress: RunProgress,
         stop: asyncio.Event,
     ) -> None:
         self._endpoint = endpoint
         self._schedule = schedule
         self._timeout_s = timeout_s
-        self._tally = tally
+        self._progress = progress
         self._stop = stop
         self._texts = texts
         self._wire = endpoint.wire()
@@ -169,9 +169,11 @@ class _Player:
         jobs = self._numbered()
         jobs = chain([*islice(jobs, 1)], jobs)  # the first is created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
-        self._tally.began = self._start
-        closed = self._schedule.concurrency is not None
-        sending = asyncio.create_task(self._play_closed(jobs) if closed else self._play_open(jobs))
+        self._progress.began = self._start
+        closed_loop = self._schedule.concurrency is not None
+        sending = asyncio.create_task(
+            self._play_closed(jobs) if closed_loop else self._play_open(jobs)
+        )
         stopped = asyncio.create_task(self._stop.wait())
         try:
             async with StallWatch() as stalls:
@@ -203,8 +205,8 @@ class _Player:
     async def _play_open(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
         async with asyncio.TaskGroup() as group:
             for request, body in jobs:
-                if (early := request.at - self._now()) > 0:
-                    await asyncio.sleep(early)
+                if (pause_s := request.at - self._now()) > 0:
+                    await asyncio.sleep(pause_s)
                 group.create_task(self._play(request, request.at, body))
                 # Late requests leave no sleep, and without one no response would be read.
                 await asyncio.sleep(0)
@@ -243,7 +245,7 @@ class _Player:
         outcome = Outcome.from_request(request, at)
         self._outcomes.append(outcome)
         outcome.sent = self._now()
-        self._tally.sent += 1
+        self._progress.sent += 1
         stream, retry = EventStream(outcome, token_events), _HeaderReader(outcome)
         try:
             await self._wire.stream(
@@ -269,11 +271,11 @@ class _Player:
         outcome.context_tokens = min(outcome.context_tokens, outcome.prompt_tokens)
         counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
-            self._tally.failed += 1
+            self._progress.failed += 1
             return
         self._uncounted += not counted
-        self._tally.done += 1
-        self._tally.tokens += outcome.completed
+        self._progress.done += 1
+        self._progress.tokens += outcome.completed
 
     def _numbered(self) -> Iterator[tuple[Request, bytes]]:
         for number, request in enumerate(self._schedule):

@@ -81,14 +81,14 @@ class Texts:
         """Return the text of pieces (name, tokens); at least a word, because APIs need a prompt."""
         messages = []
         name: object = ""
-        tokens = done = 0
+        tokens = words_done = 0
         for name, more in pieces:
             # Rounded at the end of each piece, so that the errors of pieces do not add up.
             tokens += more
-            words = measure.words(tokens) - done
+            words = measure.words(tokens) - words_done
             if words > 0:
                 messages.append(self.text(name, words))
-                done += words
+                words_done += words
         return " ".join(messages) or self.text(name, 1)
 
 

@@ -185,12 +185,12 @@ class _Connection(asyncio.Protocol):
         self._on_header, self._deliver = on_header, on_body
         self._begun = self._headed = self._framed = False
         self._pieces: list[bytes] = []
-        done = self._done = asyncio.get_running_loop().create_future()
+        ended = self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         try:
-            await done
+            await ended
         except asyncio.CancelledError:
-            if self._done is done:  # not already used by the next request
+            if self._done is ended:  # not already used by the next request
                 self.abort()
             raise
 

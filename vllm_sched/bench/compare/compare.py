@@ -113,10 +113,10 @@ def contender(
 
 
 @asynccontextmanager
-async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> AsyncIterator[None]:
+async def running(workers: Sequence[Worker], reporter: ProgressReporter) -> AsyncIterator[None]:
     """Run all workers inside the block, and stop all of them at its end."""
     try:
-        narrator.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
+        reporter.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
         if on_cpu():
             for worker in workers:
                 worker.start()
@@ -128,23 +128,23 @@ async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> Asyn
                 await asyncio.to_thread(worker.wait_ready)
         yield
     finally:
-        narrator.step("stopping the workers")
+        reporter.step("stopping the workers")
         await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in workers))
 
 
 async def measure(
-    contenders: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+    contenders: Sequence[Contender], plan: ComparisonPlan, reporter: ProgressReporter
 ) -> None:
     """Play the rounds against running workers, in reversed order every second round."""
     for contender in contenders:
-        narrator.step(f"warming up {contender.role}")
+        reporter.step(f"warming up {contender.role}")
         # The whole workload, so that policies learn what they would know in production.
-        await play_round(contender, plan, plan.workload, 0, narrator)
+        await play_round(contender, plan, plan.workload, 0, reporter)
     for number in range(1, plan.rounds + 1):
         for contender in contenders if number % 2 else reversed(contenders):
-            narrator.step(f"round {number} of {plan.rounds}, {contender.role} ({contender.label})")
+            reporter.step(f"round {number} of {plan.rounds}, {contender.role} ({contender.label})")
             contender.rounds.append(
-                await play_round(contender, plan, plan.workload, number, narrator)
+                await play_round(contender, plan, plan.workload, number, reporter)
             )
 
 
@@ -152,7 +152,7 @@ async def compare(
     baseline: Side,
     candidate: Side,
     plan: ComparisonPlan,
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
     *,
     trace: Path | None = None,
 ) -> Comparison:
@@ -161,11 +161,11 @@ async def compare(
         contender("baseline", baseline, plan, trace=trace),
         contender("candidate", candidate, plan, trace=trace),
     )
-    async with running([side.worker for side in sides], narrator):
-        await measure(sides, plan, narrator)
+    async with running([side.worker for side in sides], reporter):
+        await measure(sides, plan, reporter)
         for side in sides:
             if side.trace is not None:
-                narrator.step(f"reading the trace of {side.role}")
+                reporter.step(f"reading the trace of {side.role}")
                 side.stories = await asyncio.to_thread(engine_trace.fetch, side.worker, side.trace)
     return Comparison(plan, sides)
 
@@ -275,7 +275,7 @@ async def play_round(
     plan: ComparisonPlan,
     workload: Workload,
     number: int,
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
 ) -> Round:
     """Play a round against one side; round 0 is a warm-up."""
     await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
@@ -285,7 +285,7 @@ async def play_round(
     def count(_: Outcome) -> None:
         nonlocal done
         done += 1
-        narrator.detail(f"{done} requests done")
+        reporter.detail(f"{done} requests done")
 
     return await play(
         contender.worker.url,

@@ -97,8 +97,8 @@ def class_rate(played: Round, klass: str) -> float | None:
         return _per_second(sum(0 < tick <= until for r in records for tick in r.ticks), until)
     if not records:
         return None
-    done = sum(r.prompt_tokens + r.completed for r in records if not r.error)
-    return _per_second(done, max(r.end for r in records) - min(r.sent for r in records))
+    tokens = sum(r.prompt_tokens + r.completed for r in records if not r.error)
+    return _per_second(tokens, max(r.end for r in records) - min(r.sent for r in records))
 
 
 def spread(played: Round, klass: str) -> float | None:
@@ -114,8 +114,8 @@ def backlogged_rate(played: Round, klass: str) -> float | None:
     """
     records = [r for r in played.records if r.klass == klass and r.ticks]
     until = max((r.ticks[0] for r in records), default=0.0)
-    done = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
-    return _per_second(done, until)
+    tokens = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
+    return _per_second(tokens, until)
 
 
 def total_rate(played: Round) -> float | None:
@@ -123,14 +123,14 @@ def total_rate(played: Round) -> float | None:
 
     Both sides do the same work, so no scheduler gains by delaying some of it.
     """
-    done = sum(
+    tokens = sum(
         sum(tick > 0 for tick in r.ticks)
         if r.klass == BACKGROUND
         else r.prompt_tokens + r.completed
         for r in played.records
         if not r.error
     )
-    return _per_second(done, max((r.end for r in played.records), default=0.0))
+    return _per_second(tokens, max((r.end for r in played.records), default=0.0))
 
 
 # Special rates of classes whose requests are all present at the start.

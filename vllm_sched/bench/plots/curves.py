@@ -37,10 +37,10 @@ def draw_goodput(stem: Path, curves: Mapping[str, Curve], targets: str) -> None:
     y = "requests/s in time" if targets else "requests/s done"
     with picture(stem, title, "offered rate (requests/s)", y) as axes:
         _draw(axes, curves)
-        most = max((x for curve in curves.values() for x in curve.points), default=1.0)
-        axes.plot([0, most], [0, most], color=MUTED, linewidth=0.9, gid="all")
+        max_rate = max((x for curve in curves.values() for x in curve.points), default=1.0)
+        axes.plot([0, max_rate], [0, max_rate], color=MUTED, linewidth=0.9, gid="all")
         top = _top(curves)
-        end = min(most, top)
+        end = min(max_rate, top)
         axes.annotate(
             "offered", (end, end), xytext=(-8, -2), textcoords="offset points", ha="right",
             va="top", color=MUTED,

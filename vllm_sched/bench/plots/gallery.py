@@ -54,8 +54,8 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
 def _by_class(outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
     """Return the outcomes by class in order of arrival; rare classes are combined."""
     counts = Counter(outcome.klass for outcome in outcomes)
-    most = len(counts) if len(counts) <= MAX_CLASS_LINES else MAX_CLASS_LINES - 1
-    named = {name for name, _ in counts.most_common(most)}
+    max_named = len(counts) if len(counts) <= MAX_CLASS_LINES else MAX_CLASS_LINES - 1
+    named = {name for name, _ in counts.most_common(max_named)}
     outcomes_of: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         outcomes_of[outcome.klass if outcome.klass in named else OTHERS].append(outcome)

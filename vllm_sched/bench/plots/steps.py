@@ -75,12 +75,12 @@ def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
         axes.legend(loc="upper right", ncols=3, handlelength=2.4)
 
 
-def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[PlottedStep]:
+def columns(steps: Sequence[PlottedStep], max_columns: int = MAX_COLUMNS) -> list[PlottedStep]:
     """Combine steps that are too narrow to be visible."""
-    if len(steps) <= most:
+    if len(steps) <= max_columns:
         return list(steps)
     start = steps[0].start
-    width = (steps[-1].end - start) / most or 1.0
+    width = (steps[-1].end - start) / max_columns or 1.0
     columns: dict[int, list[PlottedStep]] = {}
     for step in steps:
         columns.setdefault(int((step.start - start) / width), []).append(step)

@@ -23,25 +23,25 @@ Measure = Callable[[float], Awaitable[float]]
 
 
 async def explore_rates(
-    measure: Measure, start: float, least: float = 0.0, most: float = math.inf
+    measure: Measure, start: float, min_rate: float = 0.0, max_rate: float = math.inf
 ) -> None:
     """Measure doubled rates until one is not served, then rates near the limit.
 
     `measure` plays a rate and returns the share of requests in time. If the first rate is too high,
-    it is halved. All rates are between `least` and `most`.
+    it is halved. All rates are between `min_rate` and `max_rate`.
     """
-    least = max(least, start / 2**MAX_HALVINGS)
+    min_rate = max(min_rate, start / 2**MAX_HALVINGS)
     good, bad = 0.0, math.inf
     rate = start
     for _ in range(MAX_HALVINGS + MAX_DOUBLINGS):
         if await measure(rate) >= SERVED_SHARE:
             good = rate
-            if bad < math.inf or 2 * rate > most:
+            if bad < math.inf or 2 * rate > max_rate:
                 break
             rate *= 2
         else:
             bad = rate
-            if good or rate / 2 < least:
+            if good or rate / 2 < min_rate:
                 break
             rate /= 2
     if not good or bad == math.inf:

@@ -53,13 +53,13 @@ class Schedule:
         self._check_combination()
 
     def _check_numbers(self) -> None:
-        for field, number, most in (
+        for field, number, limit in (
             ("concurrency", self.concurrency, MAX_REQUESTS),
             ("num-requests", self.count, MAX_REQUESTS),
             ("tenants", self.tenants, MAX_TENANTS),
         ):
-            if number is not None and abs(number) > most:
-                raise UsageError(f"--{field}: must be at most {most:,}; give a smaller number")
+            if number is not None and abs(number) > limit:
+                raise UsageError(f"--{field}: must be at most {limit:,}; give a smaller number")
         for field, value in (
             ("request-rate", self.rate),
             ("burstiness", self.burstiness),

@@ -75,8 +75,8 @@ def run_bench(args: argparse.Namespace) -> int:
             "bench",
             label,
             schedule,
-            lambda tally: play(
-                endpoint, schedule, salt=salt, timeout_s=args.timeout, tally=tally, stop=stop
+            lambda progress: play(
+                endpoint, schedule, salt=salt, timeout_s=args.timeout, progress=progress, stop=stop
             ),
         )
     )

@@ -113,8 +113,8 @@ def run_measurement(
     """Measure, print and save the result; return 1 if a server or a request failed."""
     console = Output()
     try:
-        with ProgressReporter(console) as narrator:
-            result = asyncio.run(measure(narrator))
+        with ProgressReporter(console) as reporter:
+            result = asyncio.run(measure(reporter))
     except WorkerError as error:
         print(f"vllm-sched: {error}", file=sys.stderr)
         return 1

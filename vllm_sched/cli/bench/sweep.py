@@ -203,10 +203,10 @@ class _Runner:
                 self._console.print_text(f"{label}: {warning}", "yellow")
         return fmean(points)
 
-    async def _play(self, schedule: Schedule, salt: str, tally: RunProgress) -> PlayedRun:
+    async def _play(self, schedule: Schedule, salt: str, progress: RunProgress) -> PlayedRun:
         timeout_s, stop = self._args.timeout, self._stop
         return await play(
-            self._endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop
+            self._endpoint, schedule, salt=salt, timeout_s=timeout_s, progress=progress, stop=stop
         )
 
 
@@ -268,8 +268,8 @@ def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
         if concurrency is not None:
             words = f"more than {concurrency:g} concurrent requests gain less than a tenth"
         elif any(any(values) for values in tokens.values()):
-            most = max(tokens)
-            words = f"throughput still grows at {most:g} concurrent requests, the most measured"
+            highest = max(tokens)
+            words = f"throughput still grows at {highest:g} concurrent requests, the most measured"
         else:
             words = "no request completed"
         console.print_text(f"{name}: {words}", "")

@@ -103,7 +103,7 @@ async def _play(
     plan: ComparisonPlan,
     folder: Path,
     handovers: list[str],
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
 ) -> Comparison:
     """Measure all fleets; append a line on hand-overs to `handovers` for each."""
     workers = [
@@ -114,8 +114,8 @@ async def _play(
         Contender(name, label, router_of(fleet, folder, name))
         for name, (label, fleet) in fleets_to_play(config).items()
     ]
-    async with running(workers, narrator), running([c.worker for c in contenders], narrator):
-        await measure(contenders, plan, narrator)
+    async with running(workers, reporter), running([c.worker for c in contenders], reporter):
+        await measure(contenders, plan, reporter)
         for contender, (_, fleet) in zip(contenders, fleets_to_play(config).values(), strict=True):
             if fleet.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
@@ -129,12 +129,12 @@ def _page(router: Worker) -> str:
 
 def describe_handovers(page: str, plan: ComparisonPlan) -> str:
     """Return a sentence on the hand-overs that a router's metrics page counts."""
-    done = TRANSFERRED.search(page)
+    transferred = TRANSFERRED.search(page)
     longs = sum(arrival.klass == LONG for arrival in plan.workload.arrivals)
     requests = len(plan.workload.arrivals)
     return (
-        f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and a warm-up "
-        f"round, of {requests} requests each, {longs} of them long"
+        f"{transferred[1] if transferred else 0} prompts handed over, in {plan.rounds} rounds "
+        f"and a warm-up round, of {requests} requests each, {longs} of them long"
     )
 
 

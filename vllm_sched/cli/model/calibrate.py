@@ -141,8 +141,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
     profile = _profile(args)
     console = Output()
     try:
-        with ProgressReporter(console) as narrator:
-            facts, seen = asyncio.run(_measure(args, narrator))
+        with ProgressReporter(console) as reporter:
+            facts, seen = asyncio.run(_measure(args, reporter))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
@@ -185,13 +185,13 @@ def _profile(args: argparse.Namespace) -> WorkerModel | None:
 
 
 async def _measure(
-    args: argparse.Namespace, narrator: ProgressReporter
+    args: argparse.Namespace, reporter: ProgressReporter
 ) -> tuple[dict[str, Any], MeasuredSteps]:
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
             worker = _worker(args)
-            await stack.enter_async_context(running([worker], narrator))
+            await stack.enter_async_context(running([worker], reporter))
             url = worker.url
         worker_meter = await stack.enter_async_context(meter(url, args.seed))
         plan = CalibrationPlan.from_limits(
@@ -200,8 +200,8 @@ async def _measure(
             max_model_len=worker_meter.max_model_len,
             seed=args.seed,
         )
-        narrator.step("measuring (some minutes)")
-        seen = await worker_meter.measure(plan, narrator.detail)
+        reporter.step("measuring (some minutes)")
+        seen = await worker_meter.measure(plan, reporter.detail)
         facts = {
             "model": args.model or worker_meter.model,
             "where": args.url or "here",

@@ -136,8 +136,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--gpus: must be at most {MAX_GPUS:,}; give a smaller number")
     for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
-        least = 0.0 if name == "mixed_ms" else 1e-12
-        if value is not None and not least <= value <= MAX_NUMBER:
+        minimum = 0.0 if name == "mixed_ms" else 1e-12
+        if value is not None and not minimum <= value <= MAX_NUMBER:
             raise UsageError(
                 f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )

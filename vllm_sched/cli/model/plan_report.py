@@ -268,9 +268,9 @@ def _required(plan: FleetPlan, rate: float | None) -> Iterator[str]:
 def _exact_checks(plan: FleetPlan) -> Iterator[str]:
     """Yield lines on the fleets that vLLM's own schedulers played."""
     for shape, proof in plan.exact.items():
-        least = plan.question.share
-        short = " (too few)" if proof.share < least else ""
-        if proof.longest < least:
+        target = plan.question.share
+        short = " (too few)" if proof.share < target else ""
+        if proof.longest < target:
             longest = _percent_rounded_down(proof.longest)
             short += f" ({longest} of the longest prompts, which starve)"
         yield (

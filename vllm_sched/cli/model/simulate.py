@@ -228,9 +228,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value, may_be_zero = getattr(args, name), name in ("front_ms", "mixed_ms")
         if value is None or 0 < value <= MAX_NUMBER or (may_be_zero and not value):
             continue
-        least = "0 or more" if may_be_zero else "more than 0"
+        minimum = "0 or more" if may_be_zero else "more than 0"
         raise UsageError(
-            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most "
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {minimum}, at most "
             f"{MAX_NUMBER:g}"
         )
 

@@ -278,7 +278,7 @@ def _max_num_seqs(flags: Mapping[str, str], machine: WorkerModel, budget: int) -
 
 
 def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:
-    tokens = _parse_number(flags, CHUNK_LIMIT, least=0) or 0
+    tokens = _parse_number(flags, CHUNK_LIMIT, minimum=0) or 0
     if tokens > max_model_len:
         raise UsageError(
             f"{CHUNK_LIMIT} {tokens}: more than max_model_len, {max_model_len}: vLLM "
@@ -306,12 +306,12 @@ def _ignored_flags(flags: Mapping[str, str], of_profile: Collection[str]) -> tup
     return tuple(named)
 
 
-def _parse_number(flags: Mapping[str, str], name: str, *, least: int = 1) -> int | None:
+def _parse_number(flags: Mapping[str, str], name: str, *, minimum: int = 1) -> int | None:
     value = flags.get(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and int(value) >= least):
-        why = f"give a plain whole number, {least} or more, to simulate it"
+    if not (value.isascii() and value.isdigit() and int(value) >= minimum):
+        why = f"give a plain whole number, {minimum} or more, to simulate it"
         raise UsageError(f"{name} {value}: {why}")
     return int(value)
 
