@@ -31,8 +31,9 @@ from vllm_sched.bench.compare.compare import (
     measure,
     running,
 )
-from vllm_sched.bench.compare.report import RATE, SECONDS, percentile, show, total_rate, ttfts
+from vllm_sched.bench.compare.report import RATE, SECONDS, show, total_rate, ttfts
 from vllm_sched.bench.compare.workloads import LONG, SHORT, long_blocks_short
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 from vllm_sched.workers.tiny_model import tiny_model

@@ -30,7 +30,7 @@ from vllm_sched.bench.compare.compare import (
     measure,
     running,
 )
-from vllm_sched.bench.compare.report import itls, percentile, total_rate, ttfts
+from vllm_sched.bench.compare.report import itls, total_rate, ttfts
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import (
     BACKGROUND,
@@ -39,6 +39,7 @@ from vllm_sched.bench.compare.workloads import (
     Workload,
     long_blocks_short,
 )
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side

@@ -15,6 +15,7 @@ from proxy.core.model.types import Reason
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import ComparisonPlan
 from vllm_sched.bench.compare.workloads import LONG
+from vllm_sched.bench.results.stats import percentile
 
 TIMEOUT_S = 10.0
 MAX_DECISIONS = 1000  # that a router returns at once
@@ -68,8 +69,8 @@ class Transfers:
         """The measured values beside their bounds."""
         both = [decision for decision in self.handed_over if decision["transferred_s"] is not None]
         fitted = both[self.warming :]  # earlier predictions are from an unfitted model
-        seen = report.percentile((decision["transferred_s"] for decision in fitted), 50)
-        predicted = report.percentile((decision["transfer_s"] for decision in fitted), 50)
+        seen = percentile((decision["transferred_s"] for decision in fitted), 50)
+        predicted = percentile((decision["transfer_s"] for decision in fitted), 50)
         first = both[0]["transferred_s"] if both else None
         counted = self.after.transferred - self.before.transferred
         tokens, moved = self.after.tokens - self.before.tokens, self.after.bytes - self.before.bytes

@@ -18,6 +18,7 @@ from vllm_sched.bench.compare.compare import Comparison
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, LONG, SHORT
 from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.stats import percentile
 
 MAX_LONG_RATIO = 1.15  # to a long prompt on a general worker
 # Workers that prefill, on each side.
@@ -67,7 +68,7 @@ def prefills(result: Comparison) -> list[Verdict]:
         for side, workers in zip(result.contenders, (GENERAL, PREFILL), strict=True)
     )
     what = f"long prompts that wait for no other ({len(theirs)}; {len(ours)})"
-    baseline, candidate = report.percentile(theirs, 50), report.percentile(ours, 50)
+    baseline, candidate = percentile(theirs, 50), percentile(ours, 50)
     slowest = max(ours, default=None)
     return [
         Verdict(

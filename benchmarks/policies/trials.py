@@ -24,6 +24,7 @@ from vllm_sched.bench.compare.compare import (
 )
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.workers.launch import Side
 
 # Chunk sizes of vLLM's scheduler; the target of `chunk_budget` lies between the first and the last.
@@ -120,9 +121,7 @@ async def lanes(model: str, rounds: int, seed: int, reporter: ProgressReporter) 
                     contender.rounds.append(one_round)
     result = Comparison(plans["both"], list(played.values()))
     chats, batch, together = (played[role].rounds for role in loads)
-    ttft = report.ratio_of(
-        *(report.percentile(report.ttfts(r, SHORT), 99) for r in (together, chats))
-    )
+    ttft = report.ratio_of(*(percentile(report.ttfts(r, SHORT), 99) for r in (together, chats)))
     # The strictest target for batch ignores the cost of the chats.
     spans = [_span(played_round, SHORT) for played_round in together]
     beside = [
@@ -226,7 +225,7 @@ async def _midway(
     ]
     async with running([end.worker for end in ends], reporter):
         await measure(ends, once, reporter)
-    return fmean(report.percentile(report.itls(e.rounds, BACKGROUND), 99) or 0.0 for e in ends)
+    return fmean(percentile(report.itls(e.rounds, BACKGROUND), 99) or 0.0 for e in ends)
 
 
 def _only(workload: Workload, klass: str) -> Workload:
@@ -292,7 +291,7 @@ def _ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> lis
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
-    return report.percentile([value for value in values if value is not None], 50)
+    return percentile([value for value in values if value is not None], 50)
 
 
 def _verdict(result: Comparison, *promises: Promise) -> Verdict:

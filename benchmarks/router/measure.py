@@ -17,7 +17,7 @@ from benchmarks.router.load import Load, Tally, closed_loop, streams
 from benchmarks.router.processes import Memory, cpu_seconds, memory
 from benchmarks.router.prompts import Pace, Prompts
 from benchmarks.router.stage import DIRECT, Side
-from vllm_sched.bench.compare.report import percentile
+from vllm_sched.bench.results.stats import percentile
 
 KIB = 1024
 STREAM_BYTES = KIB

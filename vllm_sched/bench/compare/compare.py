@@ -16,6 +16,7 @@ from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round, play
 from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
 from vllm_sched.bench.results import engine_trace
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, trace_variables, worker
 
@@ -216,7 +217,7 @@ class Comparison:
 
         def median_ttft(played: Round) -> float:
             samples = report.ttfts([played], SHORT) or report.ttfts([played], TURN)
-            return report.percentile(samples, 50) or 0.0
+            return percentile(samples, 50) or 0.0
 
         def gain(index: int) -> float:
             theirs, ours = (median_ttft(contender.rounds[index]) for contender in self.drawn)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, CLASSES, LONG, SHORT, TURN
-from vllm_sched.bench.results import stats
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.results.summary import details, plain_table, served, show_number
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ GROUPS = {
 STYLES = {True: "green", False: "red", None: ""}  # by whether a figure is better
 
 SPREAD = "TTFT last - first"
-percentile = stats.percentile
 
 
 @dataclass(frozen=True)
