@@ -73,7 +73,8 @@ class ServerProcess:
         self.app.wire.write_metrics = self.page
         self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
-        self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
+        recorder = self.app.live.recorder
+        recorder.process_index, recorder.num_processes = index, begin.processes
         clock, router = time.monotonic, self.app.router
         shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
@@ -143,7 +144,7 @@ class ServerProcess:
             case ConfigReloaded(config, keys):
                 self._apply_config(config, keys)
             case WorkerDrained(name, draining, at_once):
-                if self.app.leads:
+                if self.app.is_leader:
                     self.app.fleet.roster.drain(name, draining=draining)
                     self._send_changes()
                     if at_once:
@@ -160,7 +161,7 @@ class ServerProcess:
                     answer.set_result(result)
 
     def _apply_changes(self, changes: WorkersChanged) -> None:
-        if not self.app.leads:
+        if not self.app.is_leader:
             self.app.hide_keys(known.spec for known in changes.known)
             self._replica.apply(changes)
             self._start_listening()
@@ -239,7 +240,7 @@ class ServerProcess:
             page, _ = await write_page(self.app.metrics)
             return page.decode()
         if kind == "live":
-            return self.app.live.notes.update(self._clock(), argument)
+            return self.app.live.recorder.update(self._clock(), argument)
         if kind == "logs":
             self.app.logs.change(*argument)
             return None
@@ -295,7 +296,7 @@ class ServerProcess:
                 self._queues.holds_back = False
                 wire.dispatch_queued(now)
             seen = shared_load.changes
-            if self.app.leads:
+            if self.app.is_leader:
                 self._send_changes()
             self._queues.request_came.clear()
             if wire.queued:

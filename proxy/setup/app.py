@@ -115,7 +115,7 @@ class App:
         self._connect_metrics()
         self.batches = self._batches(config.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
-        self.leads = False
+        self.is_leader = False
         self.objects_frozen = False  # true once garbage collection skips what the start made
         self.admin_key = AdminKey()
         self.admin_key.set(keys.admin)
@@ -194,7 +194,7 @@ class App:
         self._admin = AdminPort(sock, partial(_make_admin_server, self))
 
     def lead(self) -> None:
-        self.leads = True
+        self.is_leader = True
         self.fleet.roster.ejections.listener = BreakerLog()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
@@ -285,7 +285,7 @@ class App:
         `keys` are the file's keys if they are already read.
         """
         changed = restart_only_changes(config, self.started_with)
-        follows = self.siblings is not None and not self.leads
+        follows = self.siblings is not None and not self.is_leader
         try:
             check_tls(config, str(self.source))
         except ConfigError as error:
@@ -316,7 +316,7 @@ class App:
         ):
             if shown is not None and tls is not None:
                 shown.renew(tls)
-        if self.leads:
+        if self.is_leader:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
         self.logs.reconfigure(config, keys.plain)
