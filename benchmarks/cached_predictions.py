@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
 from proxy.core.model.role import Role
@@ -199,9 +199,7 @@ class Traffic:
 
 def play(traffic: Sequence[tuple[str, Any]], block_tokens: int) -> dict[str, list[tuple[int, int]]]:
     """Return predicted and found tokens by kind."""
-    fleet = Fleet()
-    worker = fleet.roster.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, CONTEXT))
-    fleet.health.probe_ok("w", 0.0)
+    fleet = idle_fleet([WorkerSpec("w", "http://w", Role.GENERAL, MODEL, CONTEXT)])
     worker = fleet.roster.get("w")
     assert worker is not None
     router, index = Router(RouterSettings(), fleet), fleet.roster.prefixes

@@ -15,7 +15,7 @@ import random
 from collections import Counter, defaultdict
 from itertools import count
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
@@ -34,11 +34,10 @@ CLASSES = {"flood": Rank.STANDARD, "chat": Rank.INTERACTIVE, "job": Rank.BATCH}
 
 def make_router() -> Router:
     """Return a router of WORKERS workers with SLOTS slots each."""
-    fleet = Fleet()
-    for number in range(WORKERS):
-        spec = WorkerSpec(f"w{number}", f"http://w{number}", Role.GENERAL, MODEL, 65_536, SLOTS)
-        fleet.roster.add(spec)
-        fleet.health.probe_ok(spec.name, 0.0)
+    fleet = idle_fleet(
+        WorkerSpec(f"w{number}", f"http://w{number}", Role.GENERAL, MODEL, 65_536, SLOTS)
+        for number in range(WORKERS)
+    )
     return Router(RouterSettings(queue_requests=1024, queue_wait_s=30.0), fleet)
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proxy.compiled.locate import in_use
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.learned.prefix_index import BLOCKS, ENDS, PrefixIndex
 from proxy.core.model.role import Role
@@ -112,12 +112,8 @@ def bodies(size: int) -> Iterator[tuple[str, bytes]]:
 
 
 def make_router() -> Router:
-    fleet = Fleet()
-    for i in range(4):
-        name = f"w{i}"
-        fleet.roster.add(WorkerSpec(name, f"http://{name}", Role.GENERAL, MODEL, MAX_TOKENS))
-        fleet.health.probe_ok(name, 0.0)
-    return Router(RouterSettings(), fleet)
+    specs = (WorkerSpec(f"w{i}", f"http://w{i}", Role.GENERAL, MODEL, MAX_TOKENS) for i in range(4))
+    return Router(RouterSettings(), idle_fleet(specs))
 
 
 def steps_ms(body: bytes) -> list[float]:

@@ -6,7 +6,7 @@ charge is released once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from proxy.core.fleet.monitoring import WorkerHealth
 from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
+from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import RequestInfo
 
 # A request without a stream shows no first token: its prefill ends at this multiple of the
@@ -312,3 +313,12 @@ def _estimate_remaining(info: RequestInfo, seen: int) -> int:
     expected, limit = info.expected_output * info.samples, info.output_tokens
     more = expected - seen % expected
     return more if limit is None else max(min(more, limit * info.samples - seen), 0)
+
+
+def idle_fleet(specs: Iterable[WorkerSpec], clock: Callable[[], float] = time_zero) -> Fleet:
+    """Return a fleet of idle workers that are all up."""
+    fleet = Fleet(clock=clock)
+    for spec in specs:
+        fleet.roster.add(spec)
+        fleet.health.probe_ok(spec.name, 0.0)
+    return fleet

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import Fleet, idle_fleet
 from proxy.core.fleet.ejection import PoolKey
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.roster import time_zero
@@ -41,11 +41,7 @@ def spec(
 
 def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = time_zero) -> Fleet:
     """Make a fleet whose workers are all up."""
-    fleet = Fleet(clock=clock)
-    for worker_spec in specs:
-        fleet.roster.add(worker_spec)
-        fleet.health.probe_ok(worker_spec.name, 0.0)
-    return fleet
+    return idle_fleet(specs, clock)
 
 
 def router_of(*specs: WorkerSpec, **settings: Any) -> Router:

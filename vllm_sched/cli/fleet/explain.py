@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from proxy.admin.schemas import Explanation, Question, explanation
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
@@ -147,11 +147,7 @@ def predict(config: FleetConfig, question: Question) -> Explanation:
     """Return the decision of a router that has just started, with all workers up and idle."""
     from proxy.app import router_settings, specs
 
-    fleet = Fleet()
-    for spec in specs(config):
-        fleet.roster.add(spec)
-        fleet.health.probe_ok(spec.name, now=0.0)
-    router = Router(router_settings(config), fleet)
+    router = Router(router_settings(config), idle_fleet(specs(config)))
     return explanation(router, question, config.model, now=0.0)
 
 

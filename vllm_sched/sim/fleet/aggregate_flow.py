@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router, RouterSettings
@@ -57,11 +57,7 @@ class AggregateFlow(BaseSimulatedFleet):
         tolerated_ttft_s: Callable[[int], float] = lambda _prompt: 0.0,
         tenants: Sequence[TenantSpec] = (),
     ) -> None:
-        fleet = Fleet()
-        for placed in workers:
-            fleet.roster.add(placed.spec)
-            fleet.health.probe_ok(placed.spec.name, 0.0)
-        router = Router(settings, fleet)
+        router = Router(settings, idle_fleet(placed.spec for placed in workers))
         router.tenants.replace(list(tenants), {})
         self._fluid = [FluidEngine(placed.model, ended=self._record_gap) for placed in workers]
         super().__init__(router, {engine.model.name: engine for engine in self._fluid}, MODEL)

@@ -148,9 +148,9 @@ class BaseSimulatedFleet:
         at = self.engines[name].next_at()
         if at < self._planned[name]:
             self._planned[name] = at
-            self._queue.schedule(at, partial(self._step, name, at), rank=STEP_RANK)
+            self._queue.schedule(at, partial(self._advance_engine, name, at), rank=STEP_RANK)
 
-    def _step(self, name: str, planned: float, now: float) -> None:
+    def _advance_engine(self, name: str, planned: float, now: float) -> None:
         if self._planned[name] != planned:
             return  # superseded by an earlier event
         self._planned[name] = inf
