@@ -51,7 +51,7 @@ class Discovery:
         self._spec_of = spec_of
         self._source_of = source_of or source
         self._config = config
-        self._mine: dict[str, Worker] = {}  # added here
+        self._added: dict[str, Worker] = {}
         self._drained: set[Worker] = set()  # here; an operator's drains stay
         self._refused: set[str] = set()  # already logged
         self._sources: dict[DiscoveredPool, AddressSource] = {}
@@ -72,7 +72,7 @@ class Discovery:
     def pool_of(self, name: str) -> str:
         """Return the name of the pool in which a worker was found; empty for other workers."""
         pools = (pool.config.name for pool in self.pools if name in pool.known)
-        return next(pools, "") if name in self._mine else ""
+        return next(pools, "") if name in self._added else ""
 
     def endpoints_by_pool(self) -> dict[str, Endpoints]:
         """Return the endpoints of each pool, for a process that takes over."""
@@ -85,7 +85,7 @@ class Discovery:
         for name, (config, useful) in self._discovered_workers().items():
             worker = self._roster.get(name)
             if worker is not None and worker.url == config.url:
-                self._mine[name] = worker
+                self._added[name] = worker
                 if worker.draining and not useful:
                     self._drained.add(worker)
 
@@ -111,8 +111,8 @@ class Discovery:
     def reloaded(self) -> None:
         """Adopt the fleet after a reload, which has added all discovered workers."""
         workers = {name: self._roster.get(name) for name in self._discovered_workers()}
-        self._mine = {name: worker for name, worker in workers.items() if worker is not None}
-        self._drained &= set(self._mine.values())
+        self._added = {name: worker for name, worker in workers.items() if worker is not None}
+        self._drained &= set(self._added.values())
         self._refused.clear()
         self.sync()
 
@@ -161,7 +161,7 @@ class Discovery:
         for pool in self.pools:
             silent = set()
             for name in pool.kept:
-                worker = self._mine.get(name)
+                worker = self._added.get(name)
                 if worker is None or (worker.probed and not worker.up):
                     silent.add(name)
             if silent:
@@ -170,15 +170,15 @@ class Discovery:
     def sync(self) -> None:
         """Add, drain and remove workers as the pools require."""
         wanted = self._discovered_workers()
-        for name, worker in list(self._mine.items()):
+        for name, worker in list(self._added.items()):
             if name in wanted and wanted[name][0].url == worker.url:
                 continue
-            del self._mine[name]
+            del self._added[name]
             self._drained.discard(worker)
             self._roster.remove(name)
             logger.info("worker %s at %s is gone", name, worker.url)
         for name, (config, useful) in wanted.items():
-            if (added := self._mine.get(name) or self._add(config)) is not None:
+            if (added := self._added.get(name) or self._add(config)) is not None:
                 self._set_journal(added, config.journal)
                 self._drain(added, draining=not useful)
 
@@ -188,7 +188,7 @@ class Discovery:
                 why = f"worker {other.name} at {other.url} is already in the fleet"
                 self._refuse(f"{config.name} at {config.url}", why)
                 return None
-        worker = self._mine[config.name] = self._roster.add(self._spec_of(config, self._config))
+        worker = self._added[config.name] = self._roster.add(self._spec_of(config, self._config))
         logger.info("worker %s discovered at %s, role %s", worker.name, worker.url, config.role)
         return worker
 
@@ -211,7 +211,7 @@ class Discovery:
         names = {worker.name for worker in self._config.workers}
         for pool in self.pools:
             for endpoint, useful in pool.members():
-                if endpoint.leaving and endpoint.name not in self._mine:
+                if endpoint.leaving and endpoint.name not in self._added:
                     continue
                 if endpoint.name in names or endpoint.url in taken:
                     continue

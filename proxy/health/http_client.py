@@ -89,7 +89,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer | None] | None = None
         self._max_bytes = 0
-        self._came = 0  # bytes
+        self._received = 0  # bytes
 
     @property
     def is_usable(self) -> bool:
@@ -100,7 +100,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is None:
             return None
         self._parser.expect()
-        self._max_bytes, self._came = max_bytes, 0
+        self._max_bytes, self._received = max_bytes, 0
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
@@ -117,14 +117,14 @@ class HttpConnection(asyncio.Protocol):
         if self._answer is None:
             self.close()
             return
-        self._came += len(data)
+        self._received += len(data)
         parser = self._parser
         try:
             parser.feed(data)
         except ResponseError as error:
             self._fail(f"its response is not HTTP: {error}")
             return
-        if self._came > self._max_bytes:
+        if self._received > self._max_bytes:
             self._fail(f"its response has more than {self._max_bytes} bytes")
         elif parser.ended:
             self._end()
@@ -136,7 +136,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
         if error is None and self._parser.finish():
             self._end()
-        elif self._came:
+        elif self._received:
             self._fail("its response is incomplete")
         else:
             self._set(result=None)

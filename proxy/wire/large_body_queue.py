@@ -47,7 +47,7 @@ class LargeBodyQueue:
         self._readers: deque[LargeBodyReader] = deque()
 
     def add(self, body: bytes, on_done: Done, fail: Fail) -> LargeBodyReader:
-        """Read a body in later turns, then call `done`, or `fail` after an exception."""
+        """Read a body in later turns, then call `on_done`, or `fail` after an exception."""
         self.added += 1
         reader = LargeBodyReader(body, on_done, fail, self._clock)
         self._readers.append(reader)

@@ -112,7 +112,7 @@ class Lanes(Policy):
             self._requested_lanes[request.request_id] = lane
         elif lane is not None:
             self._unknown_lanes += 1  # too late to refuse the request; its priority applies
-        if (left_s := targets_in(extra_args).first_s) is not None:
+        if (left_s := targets_in(extra_args).left_s) is not None:
             self._time_to_deadline_s[request.request_id] = left_s
 
     def deadline(self, request: RequestView, since: float) -> float:

@@ -22,18 +22,18 @@ class StoreLimits(NamedTuple):
 
 
 Base = TypeVar("Base", bound="Database")
-Given = ParamSpec("Given")
-Got = TypeVar("Got")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def frees_room(
-    method: Callable[Concatenate[Base, Given], Got],
-) -> Callable[Concatenate[Base, Given], Got]:
+    method: Callable[Concatenate[Base, P], T],
+) -> Callable[Concatenate[Base, P], T]:
     """Let a method succeed on a full disk, and return freed pages to the disk."""
 
     @wraps(method)
-    def run(store: Base, /, *args: Given.args, **named: Given.kwargs) -> Got:
-        return store.backend.free_room(lambda: method(store, *args, **named))
+    def run(store: Base, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return store.backend.free_room(lambda: method(store, *args, **kwargs))
 
     return run
 

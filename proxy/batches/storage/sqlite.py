@@ -28,7 +28,7 @@ NEXT_LINES = (
     "SELECT number, custom_id, model, start, size FROM lines AS l "  # noqa: S608
     f"WHERE batch = ? AND number > ? AND {UNSAVED} ORDER BY number LIMIT ?"
 )
-Got = TypeVar("Got")
+T = TypeVar("T")
 
 
 class SqliteBackend(Backend):
@@ -130,12 +130,12 @@ class SqliteBackend(Backend):
     def check_room(self, size: int) -> None:
         self.room.check(size)
 
-    def free_room(self, do: Callable[[], Got]) -> Got:
+    def free_room(self, operation: Callable[[], T]) -> T:
         if not self.room.is_short:
             with suppress(StoreFullError):
-                return do()
+                return operation()
         with self.room.free_pages(self.shrink):
-            return self.room.retry_when_full(do)
+            return self.room.retry_when_full(operation)
 
     def shrink(self) -> bool:
         before = self._free_pages()

@@ -149,12 +149,12 @@ class PrefixIndex:
             if held is None:
                 held = tokens + int((COVERED[depth] - begin) * per_byte)
             if last in self._forks or last in self._ends:
-                in_tokens += self._found_on(workers, last, held, prompt_tokens)
+                in_tokens += self._matches_after(workers, last, held, prompt_tokens)
             else:
                 in_tokens.append((max(min(held, prompt_tokens), 0), workers))
         return in_tokens
 
-    def _found_on(self, workers: int, last: int, held: int, prompt_tokens: int) -> Matches:
+    def _matches_after(self, workers: int, last: int, held: int, prompt_tokens: int) -> Matches:
         """Return the tokens by what each worker found after the last block."""
         forks, ends = self._forks.get(last, {}), self._ends.get(last, {})
         masks: dict[int, int] = {}

@@ -255,7 +255,7 @@ class Queue:
         else:
             self._num_in_order -= 1
 
-    def _move(self, ticket: Ticket, now: float, cache_wait: CacheWait | None = None) -> None:
+    def _requeue(self, ticket: Ticket, now: float, cache_wait: CacheWait | None = None) -> None:
         """Put a ticket in order, or let it wait for another cache."""
         self._extract(ticket)
         self._put(ticket, now, cache_wait)
@@ -296,13 +296,13 @@ class Queue:
     ) -> Iterator[tuple[Ticket, FinalPlacement]]:
         """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
-            self._move(ticket, now)
+            self._requeue(ticket, now)
         ages, remote = self.fairness.ages, self.remote_queues
         dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
         while (placed := dispatches.next()) is not None:
             ticket, placement = placed
             if isinstance(placement, CacheWait):
-                self._move(ticket, now, cache_wait=placement)
+                self._requeue(ticket, now, cache_wait=placement)
             else:
                 self.remove(ticket)
                 yield ticket, placement

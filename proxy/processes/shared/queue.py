@@ -51,7 +51,7 @@ class SharedQueues:
         self.processes = len(self._sheets.local)
         queue.cache_waits.processes = self.processes + 1
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
-        self._lasts: dict[str, LastDispatch] = {}
+        self._last_dispatches: dict[str, LastDispatch] = {}
         # Time of the last pass out of order, or of the first hold.
         self._passed_at: dict[Place, float] = {}
         self._changed = False
@@ -154,8 +154,8 @@ class SharedQueues:
             sheet.write_front(*at, fronts.get(at, EMPTY_FRONT))
         self._fronts = fronts
         for model, last in queue.last_dispatches.by_model.items():
-            if self._lasts.get(model) is not last:
-                self._lasts[model] = last
+            if self._last_dispatches.get(model) is not last:
+                self._last_dispatches[model] = last
                 sheet.write_last(place_index(Place(model, "")), last)
         sheet.write_count(WAITING, queue.length)
 

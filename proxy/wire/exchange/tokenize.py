@@ -18,7 +18,7 @@ MAX_RESPONSE_BYTES = 1 << 20
 
 
 class TokenizeRequest:
-    """A request to `/tokenize`; `done` receives the count or None."""
+    """A request to `/tokenize`; `on_done` receives the count or None."""
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
     timeout_s = inf

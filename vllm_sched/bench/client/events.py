@@ -22,9 +22,9 @@ PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 class EventStream:
     def __init__(self, outcome: Outcome, token_events: list[bytes] | None = None) -> None:
-        """Append the events with tokens to `answer`, if it is given."""
+        """Append the events with tokens to `token_events`, if it is given."""
         self._outcome = outcome
-        self._answer = token_events
+        self._token_events = token_events
         self.cached_tokens: int | None = None  # of the prompt, if the server reports it
         self._rest = b""
         self._done = False
@@ -49,8 +49,8 @@ class EventStream:
                 and b'"delta":{}' not in event
             ):
                 self._outcome.ticks.append(now)
-                if self._answer is not None:
-                    self._answer.append(event)
+                if self._token_events is not None:
+                    self._token_events.append(event)
             elif event.startswith(b"data: [DONE]"):
                 self._done = True
             elif event:
@@ -73,8 +73,8 @@ class EventStream:
             return
         if any(map(_carries_a_token, choices)):
             self._outcome.ticks.append(now)
-            if self._answer is not None:
-                self._answer.append(event)
+            if self._token_events is not None:
+                self._token_events.append(event)
         if isinstance(usage, dict):
             self._read_usage(usage)
 
