@@ -18,11 +18,16 @@ from vllm.v1.request import RequestStatus
 from tests.engine.schedulers import BLOCK, SIMULATED, make_request
 from tests.engine.test_state_machine import BUDGET, SHARED, Machine, policy_sets, run
 from tests.policies.making import Bench
+from tests.upstream.source import installed_release
 from vllm_sched import PolicyScheduler
 
 HANDS_OVER = {"kv_connector": "SimulatedConnector", "kv_connector_module_path": SIMULATED}
 MAX_BLOCKS = 60  # of the longest prompt
 GOOD, BLOCKS, REQUEST = "good", "blocks", "request"  # how a load ends
+# States in which a request that has its KV begins. vLLM 0.31 keeps it waiting with new requests.
+STARTS_DECODE_LEGS = {PauseState.UNPAUSED}
+if installed_release() >= (0, 32):
+    STARTS_DECODE_LEGS.add(PauseState.PAUSED_NEW)
 
 
 class RemoteKv(Machine):
@@ -112,7 +117,7 @@ class RemoteKv(Machine):
         scheduler, output = self.scheduler, self.in_flight[-1][0]
         none_began = all(r in scheduler.kv_holding_waiting for r in ready)
         free = (
-            scheduler.pause_state != PauseState.PAUSED_ALL
+            scheduler.pause_state in STARTS_DECODE_LEGS
             and len(scheduler.running) < scheduler.max_num_active_reqs
             and not output.preempted_req_ids
             and output.total_num_scheduled_tokens < BUDGET

@@ -9,7 +9,7 @@ import pytest
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import RETRY_PAUSE_S, Attempts, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED, Worker
-from proxy.core.model.types import Outcome, Reason, Usage
+from proxy.core.model.types import Outcome, Reason, Refusal, Usage
 from proxy.core.router import Router, RouterSettings
 from tests.proxy.core.making import (
     GENERAL,
@@ -164,6 +164,39 @@ def test_retries_of_all_requests_are_bounded() -> None:
     for _ in range(125):  # earns twelve
         serve(router, make_info())
     assert sum(isinstance(end, Lease) for end in retry()) == 12
+
+
+def test_first_retry_of_a_failed_worker_s_request_needs_no_budget() -> None:
+    router = router_of(*(spec(name) for name in "abcdef"), retry_budget=0.1)
+    leases = [placed(router.submit(make_info(), 0.0)) for _ in range(12)]
+    by_worker: dict[Worker, list[Lease]] = {}
+    for lease in leases:
+        by_worker.setdefault(lease.worker, []).append(lease)
+    (failed, (first, second)), *_, (other, _) = by_worker.items()
+    placed(router.retry(first, 0.1, LegFailure(Outcome.FAILED, failed)))
+    while not isinstance(
+        router.submit_again(make_info(), 0.1, Attempts(frozenset([other]))), Refusal
+    ):
+        pass  # until the budget is spent
+    assert router.may_retry(second, 0.1, Attempts())
+    assert not router.may_retry(second, 0.1, Attempts(frozenset([other]))), "its second worker"
+
+
+def test_continued_request_that_waits_for_the_budget_pays_once() -> None:
+    router = router_of(spec("a"), spec("b"), retry_budget=0.1)
+    tried = workers_named(router, "a")
+    while not isinstance(router.submit_again(make_info(), 0.0, Attempts(tried)), Refusal):
+        pass
+    ticket = waits(
+        router.submit_again(make_info(), 0.0, Attempts(tried, continues=True, any_worker=True))
+    )
+    assert ticket.attempts.owes
+    assert list(router.pop_due(0.0)) == []
+    gone, end = pop_one(router, 2.0)  # two retries have been added
+    assert gone is ticket
+    assert not placed(end).attempts.owes
+    assert isinstance(router.submit_again(make_info(), 2.0, Attempts(tried)), Lease)
+    assert isinstance(router.submit_again(make_info(), 2.0, Attempts(tried)), Refusal)
 
 
 def test_moved_worker_has_its_own_failure_event() -> None:

@@ -112,6 +112,18 @@ def test_trial_is_due_after_each_opening_and_again_if_one_had_no_result() -> Non
     assert breaker.is_trial_due(breaker.until)
 
 
+def test_trial_in_another_process_is_no_trial_here() -> None:
+    remote, local = Breaker(), Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        remote.record_failure(0.0)
+    now = remote.until
+    remote.record_sent(now)
+    local.copy_state(remote.snapshot())
+    local.abandon_trial()
+    assert not local.is_trial_due(now), "a trial began there a moment ago"
+    assert local.is_trial_due(now + MAX_OPEN_S)
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_opening_in_another_process_is_counted_once_by_cause(*, busy: bool) -> None:
     remote, local = Breaker(), Breaker()

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet.leases import Lease, LegFailure
+from proxy.core.lifecycle import billing
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.fairness import FairnessSettings
-from proxy.core.tenants.tenants import Rank, Tenant
+from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 from tests.present import present
 from tests.proxy.core.making import (
     chat,
@@ -441,3 +442,12 @@ def test_refusal_marks_an_estimated_size_with_about(error: int, about: str) -> N
     assert refused(router.submit(request, 0.0)).param == "prompt"
     own = refused(router.submit(info_of(owner, 500, error=error), 0.0))
     assert f"this prompt has {about}500" in own.message
+
+
+def test_tenant_that_a_request_leaves_is_published() -> None:
+    router, owner = router_of(spec("w")), tenant(concurrency=2)
+    lease = placed(router.submit(info_of(owner), 0.0))
+    changed = ChangedTenants()
+    owner.watches.add(changed)
+    billing.leave(lease.info, 1.0)
+    assert changed.pop_all() == {owner}

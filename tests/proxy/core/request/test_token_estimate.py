@@ -31,6 +31,7 @@ from tests.proxy.core.making import chat
 PICTURE = "data:image/png;base64," + "A" * 99_999
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 TEXT_PART = {"type": "text", "text": "1234"}
+UNKNOWN_PART = {"type": "unknown", "value": "x"}
 TOOL_RESULT = {"type": "tool_result", "content": [TEXT_PART]}
 
 
@@ -71,6 +72,8 @@ def size(value: object) -> int:
         (CHAT, chat("x", system="abc"), {"text": 4, "tokens": TEMPLATE}),
         (CHAT, chat("x", system=[TEXT_PART]), {"text": 5, "tokens": TEMPLATE}),
         (CHAT, chat([TOOL_RESULT]), {"text": 4, "tokens": TEMPLATE}),
+        (CHAT, chat([{"type": "tool_result", "content": "1234"}]), {"text": 4}),
+        (CHAT, chat([UNKNOWN_PART]), {"text": size(UNKNOWN_PART)}),
         (CHAT, chat("x", tools=TOOLS), {"text": 1 + size(TOOLS)}),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": TOOLS}]}, {"text": size(TOOLS)}),
         # A worker's /tokenize counts no documents.
@@ -92,6 +95,7 @@ def size(value: object) -> int:
         (PromptFields.TOKENS, {"token_ids": [1] * 7}, {"tokens": 7}),
         (INPUT, {"input": "abc"}, {"text": 3}),
         (INPUT, {"input": ["abc", "d"]}, {"prompts": 2}),
+        (INPUT, {"input": [[TEXT_PART, TEXT_PART], [TEXT_PART]]}, {"text": 12, "largest_text": 8}),
         (INPUT, {"texts": ["abc", "d"]}, {"text": 4}),
         (INPUT, chat("abc"), {"text": 3}),
         (INPUT, {"images": ["data:..."] * 2}, {"tokens": 2 * IMAGE_TOKENS}),
