@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from prometheus_client import ProcessCollector
 
 from proxy.core.fleet.breaker import BUSY, Breaker
-from proxy.core.fleet.ejection import key_of
+from proxy.core.fleet.ejection import pool_key_of
 from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
@@ -275,7 +275,9 @@ def _counts(page: MetricsPage, metrics: Metrics) -> None:
 def _continuations(page: MetricsPage, metrics: Metrics) -> None:
     continued, lost = metrics.continuations, metrics.lost_streams
     if journals := list(metrics.journals()):  # from zero, so that the first one is an increase
-        continued = Counter({**dict.fromkeys((each.worker for each in journals), 0), **continued})
+        continued = Counter(
+            {**dict.fromkeys((journal.worker for journal in journals), 0), **continued}
+        )
         lost = Counter({**dict.fromkeys(REASONS, 0), **lost})
     page.values(CONTINUED, (((worker,), count) for worker, count in continued.items()))
     page.values(NOT_CONTINUED, (((why,), count) for why, count in lost.items()))
@@ -298,25 +300,25 @@ def _histograms(page: MetricsPage, metrics: Metrics) -> None:
 
 
 def _handovers(page: MetricsPage, metrics: Metrics) -> None:
-    found, roster = metrics.handovers, metrics.router.fleet.roster
+    counters, roster = metrics.handovers, metrics.router.fleet.roster
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, why), count in metrics.router.placer.handovers.items():
         decisions[metrics.model_label(model), why] += count
     page.values(HANDOVER_DECISIONS, decisions.items())
-    page.values(HANDOVERS, (((outcome,), count) for outcome, count in found.ends.items()))
-    page.values(WARMUPS, (((outcome,), count) for outcome, count in found.warmups.items()))
-    found.forget({worker.name for worker in roster})
-    page.values(BARS, found.bars.items())
-    page.values(PREFILL_LEGS, (((worker,), count) for worker, count in found.legs.items()))
-    page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
+    page.values(HANDOVERS, (((outcome,), count) for outcome, count in counters.ends.items()))
+    page.values(WARMUPS, (((outcome,), count) for outcome, count in counters.warmups.items()))
+    counters.forget({worker.name for worker in roster})
+    page.values(BARS, counters.bars.items())
+    page.values(PREFILL_LEGS, (((worker,), count) for worker, count in counters.legs.items()))
+    page.values(TRANSFER_TOKENS, (((model,), count) for model, count in counters.tokens.items()))
     reported = [
         (w, w.gauges.extra["kv_bytes"]) for w in roster if w.gauges and "kv_bytes" in w.gauges.extra
     ]
     page.values(TRANSFER_BYTES, (((w.name, w.role.value), count) for w, count in reported))
     for family, table in (
-        (PREFILL_LEG, found.prefills),
-        (TRANSFER, found.transfers),
-        (PREDICTED_TRANSFER, found.predicted),
+        (PREFILL_LEG, counters.prefills),
+        (TRANSFER, counters.transfers),
+        (PREDICTED_TRANSFER, counters.predicted),
     ):
         page.histograms(family, (((model,), seen) for model, seen in table.items()))
 
@@ -347,7 +349,7 @@ def _panics(page: MetricsPage, metrics: Metrics) -> None:
     ejections = roster.ejections
     pools = {
         (model, is_prefill): (model, "prefill" if is_prefill else "serve")
-        for model, is_prefill in map(key_of, roster)
+        for model, is_prefill in map(pool_key_of, roster)
     }
     page.values(PANIC, ((labels, key in ejections.panics) for key, labels in pools.items()))
     started = ejections.started
@@ -375,9 +377,9 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     page.values(LOG_DROPPED, [((), metrics.log_lines_dropped())])
     connections = metrics.upstream_connections()
     page.values(UPSTREAM, (((worker, state), count) for worker, state, count in connections))
-    found = list(metrics.discovered())
-    page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in found))
-    page.values(DISCOVERED, (((name,), count) for name, _, count in found))
+    sources = list(metrics.discovered())
+    page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in sources))
+    page.values(DISCOVERED, (((name,), count) for name, _, count in sources))
     journal_counts.show(page, metrics.journals())
     if metrics.batches is not None:
         metrics.batches.show(page)
@@ -386,9 +388,9 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
 
 def _bytes_per_token(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
     for route, model in dict.fromkeys((route, model) for route, model, *_ in metrics.requests):
-        found = metrics.router.sizer.prior(model, route).bytes_per_token
-        if found is not None:
-            yield (model, route), round(found, 3)
+        per_token = metrics.router.sizer.prior(model, route).bytes_per_token
+        if per_token is not None:
+            yield (model, route), round(per_token, 3)
 
 
 def _process(page: MetricsPage) -> None:

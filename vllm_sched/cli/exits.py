@@ -55,7 +55,7 @@ def signals_as_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {each: signal.getsignal(each) for each in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if number == signal.SIGTERM or handler != signal.SIG_IGN:
             signal.signal(number, pass_on)

@@ -205,7 +205,7 @@ async def small_harness(open_harness: OpenHarness) -> BatchHarness:
 async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
     small_harness: BatchHarness,
 ) -> None:
-    site, collecting = small_harness.site, small_harness.site.wire.collecting
+    site, collecting = small_harness.site, small_harness.site.wire.body_budget
     upload = form(content=b"x" * 60_000)
     with busy(small_harness.batches.store):
         first = asyncio.create_task(site.ask(upload, within=30))
@@ -225,7 +225,7 @@ async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
 
 
 async def test_client_that_leaves_cancels_its_waiting_upload(small_harness: BatchHarness) -> None:
-    site, collecting = small_harness.site, small_harness.site.wire.collecting
+    site, collecting = small_harness.site, small_harness.site.wire.body_budget
     with busy(small_harness.batches.store):
         for _ in range(3):
             client = await site.client()

@@ -78,8 +78,8 @@ def call_router(
             data=body.encode() if body is not None else None,
             headers=live.headers(),
         )
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return kind.validate_json(answer.read())
+        with opener.open(request, timeout=TIMEOUT_S) as response:
+            return kind.validate_json(response.read())
     except urllib.error.HTTPError as error:
         with error:
             why = _error_message(error.read()) or error.reason
