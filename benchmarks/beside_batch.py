@@ -114,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for machine in args.machines:
         for budget in args.budgets:
             model = Cell(machine, budget, "").model
-            found = [ratios(model, seed) for seed in args.seeds]
-            middle = [median(column) for column in zip(*found, strict=True)]
+            by_seed = [ratios(model, seed) for seed in args.seeds]
+            middle = [median(column) for column in zip(*by_seed, strict=True)]
             table.add_row(
                 f"{machine}, {budget}",
                 *(f"{ratio:.2f}x" for ratio in middle[:4]),

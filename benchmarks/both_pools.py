@@ -141,34 +141,34 @@ async def measure(
 
 def rate(played: Sequence[PlayedRun], since: float, until: float, router_s: float) -> Rate:
     """Return the rate of the requests that ended between `since` and `until`."""
-    outcomes = [outcome for each in played for outcome in each.outcomes]
-    counted = [each for each in outcomes if each.good and since < each.end <= until]
+    outcomes = [outcome for run in played for outcome in run.outcomes]
+    counted = [outcome for outcome in outcomes if outcome.good and since < outcome.end <= until]
     by_worker: dict[str, int] = {}
-    for each in counted:
-        by_worker[each.worker] = by_worker.get(each.worker, 0) + 1
-    longest = max(each.duration for each in played)
+    for outcome in counted:
+        by_worker[outcome.worker] = by_worker.get(outcome.worker, 0) + 1
+    longest = max(run.duration for run in played)
     return Rate(
         requests_per_s=len(counted) / (until - since),
         tokens_per_s=sum(e.prompt_tokens + e.completed for e in counted) / (until - since),
         counted=len(counted),
         by_worker=by_worker,
         # Each loop reports the CPU time of the whole process.
-        beside=max(each.busy for each in played) + router_s / longest,
-        failed=[each.error for each in outcomes if each.error],
-        warnings=sorted({warning for each in played for warning in each.warnings()}),
+        beside=max(run.busy for run in played) + router_s / longest,
+        failed=[outcome.error for outcome in outcomes if outcome.error],
+        warnings=sorted({warning for run in played for warning in run.warnings()}),
     )
 
 
-async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, list[Rate]]:
+async def run(load: Load, rounds: int, reporter: ProgressReporter) -> dict[str, list[Rate]]:
     """Start all processes, warm each side up and measure the sides in turns."""
-    found: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
+    by_side: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
     with tempfile.TemporaryDirectory(prefix="both-pools-") as name:
         folder = Path(name)
         config = fleet(sorted(os.sched_getaffinity(0)))
         workers = [make_worker(config, worker, folder, folder) for worker in config.workers]
         measured_sides = sides(config, folder)
         routers = [side.router for side in measured_sides if side.router]
-        async with running(workers, narrator), running(routers, narrator):
+        async with running(workers, reporter), running(routers, reporter):
             endpoints = {
                 side.name: [
                     await probe_endpoint(EndpointOptions(url, explain=True)) for url in side.urls
@@ -178,16 +178,16 @@ async def run(load: Load, rounds: int, narrator: ProgressReporter) -> dict[str, 
             for number in range(rounds + 1):
                 for side in measured_sides if number % 2 else reversed(measured_sides):
                     what = f"round {number} of {rounds}" if number else "warming up"
-                    narrator.step(f"{what}, {side.name}")
+                    reporter.step(f"{what}, {side.name}")
                     # vLLM's processes busy-wait for a second after a step.
                     await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
                     for worker in (*workers, *routers):
                         worker.check()
                     seconds = load.seconds if number else min(WARM_UP_S, load.seconds)
-                    each = await measure(side, endpoints[side.name], load, number, seconds)
+                    measured = await measure(side, endpoints[side.name], load, number, seconds)
                     if number:
-                        found[side.name].append(each)
-    return found
+                        by_side[side.name].append(measured)
+    return by_side
 
 
 def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[float]:
@@ -199,9 +199,9 @@ def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[fl
     ]
 
 
-def promises(found: Mapping[str, Sequence[Rate]]) -> list[Promise]:
+def promises(by_side: Mapping[str, Sequence[Rate]]) -> list[Promise]:
     """Return the promises, and the ratios to both workers without a router."""
-    alone, both, direct = found[ALONE], found[BOTH], found[DIRECT]
+    alone, both, direct = by_side[ALONE], by_side[BOTH], by_side[DIRECT]
     requests = "requests_per_s"
     return [
         Promise(
@@ -225,11 +225,11 @@ def promises(found: Mapping[str, Sequence[Rate]]) -> list[Promise]:
     ]
 
 
-def _middle(found: Sequence[float]) -> float | None:
-    return statistics.median(found) if found else None
+def _middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
-def table(found: Mapping[str, Sequence[Rate]]) -> Table:
+def table(by_side: Mapping[str, Sequence[Rate]]) -> Table:
     """Return the table of all rounds and their medians."""
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     layout.add_column("round")
@@ -237,28 +237,30 @@ def table(found: Mapping[str, Sequence[Rate]]) -> Table:
     for heading in ("requests/s", "tokens/s", "counted", "to alone", "client and router"):
         layout.add_column(heading, justify="right")
     layout.add_column("by worker")
-    rounds = len(found[ALONE])
+    rounds = len(by_side[ALONE])
     for number in range(rounds):
-        for name, rates in found.items():
-            each, alone = rates[number], found[ALONE][number]
-            to_alone = each.requests_per_s / alone.requests_per_s if alone.requests_per_s else None
+        for name, rates in by_side.items():
+            measured, alone = rates[number], by_side[ALONE][number]
+            to_alone = (
+                measured.requests_per_s / alone.requests_per_s if alone.requests_per_s else None
+            )
             layout.add_row(
                 str(number + 1),
                 name,
-                f"{each.requests_per_s:.2f}",
-                f"{each.tokens_per_s:,.0f}",
-                str(each.counted),
+                f"{measured.requests_per_s:.2f}",
+                f"{measured.tokens_per_s:,.0f}",
+                str(measured.counted),
                 "-" if to_alone is None else f"{to_alone:.2f}x",
-                f"{each.beside:.0%} of one CPU",
-                ", ".join(f"{name} {n}" for name, n in sorted(each.by_worker.items()) if name),
+                f"{measured.beside:.0%} of one CPU",
+                ", ".join(f"{name} {n}" for name, n in sorted(measured.by_worker.items()) if name),
                 end_section=name == DIRECT,
             )
-    for name, rates in found.items():
+    for name, rates in by_side.items():
         layout.add_row(
             "median",
             name,
-            f"{statistics.median(each.requests_per_s for each in rates):.2f}",
-            f"{statistics.median(each.tokens_per_s for each in rates):,.0f}",
+            f"{statistics.median(measured.requests_per_s for measured in rates):.2f}",
+            f"{statistics.median(measured.tokens_per_s for measured in rates):,.0f}",
         )
     return layout
 
@@ -270,27 +272,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(args.prompt, args.output, args.concurrency, args.seconds, args.seed)
     load_average = os.getloadavg()[0]
     try:
-        with ProgressReporter(console) as narrator:
-            found = uvloop.run(run(load, args.rounds, narrator))
+        with ProgressReporter(console) as reporter:
+            by_side = uvloop.run(run(load, args.rounds, reporter))
     except VllmSchedError as error:
         console.print(f"both_pools: {error}", style="red", markup=False, highlight=False)
         return 1
-    judged = promises(found)
-    console.print(table(found))
+    judged = promises(by_side)
+    console.print(table(by_side))
     console.print(promise.table("short prompts only, two workers and one", judged))
-    all_rates = [each for rates in found.values() for each in rates]
-    warnings = {warning for each in all_rates for warning in each.warnings}
+    all_rates = [measured for rates in by_side.values() for measured in rates]
+    warnings = {warning for measured in all_rates for warning in measured.warnings}
     if load_average > MAX_LOAD_AVERAGE:
         warnings.add(f"load average {load_average:.1f} at the start")
     for warning in sorted(warnings):
         console.print(warning, style="yellow", highlight=False)
-    failed = [error for each in all_rates for error in each.failed]
+    failed = [error for measured in all_rates for error in measured.failed]
     if failed:
         console.print(f"{len(failed)} failed, one of them: {failed[0]}", style="red", markup=False)
     if args.save:
         content = {
             "load": asdict(load),
-            "rounds": {name: [asdict(each) for each in rates] for name, rates in found.items()},
+            "rounds": {
+                name: [asdict(measured) for measured in rates] for name, rates in by_side.items()
+            },
             "promises": promise.to_json(judged),
         }
         args.save.write_text(json.dumps(content, indent=1) + "\n")

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
 from proxy.core.model.role import Role
@@ -93,14 +93,14 @@ def texts() -> dict[str, str]:
 @cache
 def tokenizer() -> Tokenizer:
     """Return a tokenizer that is trained on the texts."""
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=list(ROLES), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    found.train_from_iterator((text[:200_000] for text in texts().values()), trainer)
-    return found
+    tokenizer.train_from_iterator((text[:200_000] for text in texts().values()), trainer)
+    return tokenizer
 
 
 def encode(text: str) -> list[int]:
@@ -189,25 +189,23 @@ class Traffic:
         flows: list[tuple[str, list[Any]]] = [
             (kind.__name__, list(kind())) for _ in range(rounds) for kind in kinds
         ]
-        found = []
+        jobs = []
         while flows:
             kind, left = self.rng.choice(flows)
-            found.append((kind, left.pop(0)))
+            jobs.append((kind, left.pop(0)))
             flows = [flow for flow in flows if flow[1]]
-        return found
+        return jobs
 
 
 def play(traffic: Sequence[tuple[str, Any]], block_tokens: int) -> dict[str, list[tuple[int, int]]]:
     """Return predicted and found tokens by kind."""
-    fleet = Fleet()
-    worker = fleet.roster.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, CONTEXT))
-    fleet.health.probe_ok("w", 0.0)
+    fleet = idle_fleet([WorkerSpec("w", "http://w", Role.GENERAL, MODEL, CONTEXT)])
     worker = fleet.roster.get("w")
     assert worker is not None
     router, index = Router(RouterSettings(), fleet), fleet.roster.prefixes
     engine = Engine(ResidentPrefixes(index, worker.index), block_tokens)
     worker.reports_prefixes = True
-    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    tokens: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for now, (kind, (path, fields, prompt, output)) in enumerate(traffic):
         route = find("POST", f"/v1/{path}")
         assert isinstance(route, Route)
@@ -220,12 +218,12 @@ def play(traffic: Sequence[tuple[str, Any]], block_tokens: int) -> dict[str, lis
         cached = engine.serve(
             prompt, output, name_of(info.prefix, info.prefix_bytes, info.bytes_before)
         )
-        found[kind].append((predicted, cached))
+        tokens[kind].append((predicted, cached))
         usage = Usage(len(prompt), len(output), cached)
         router.leases.finish(lease, now + 0.5, Outcome.DONE, usage)
         index.drop_ended()
         index.drop_ended()
-    return found
+    return tokens
 
 
 def main() -> None:
@@ -233,19 +231,19 @@ def main() -> None:
     parser.add_argument("--blocks", default="16,32,128")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    traffic = Traffic(given.seed).mixed(given.rounds)
+    args = parser.parse_args()
+    traffic = Traffic(args.seed).mixed(args.rounds)
     layout = Table(box=box.MARKDOWN)
     for heading in ("block", "requests", "cached", "within one block", "mean error", "worst"):
         layout.add_column(heading, justify="right" if layout.columns else "left")
-    for block in map(int, given.blocks.split(",")):
-        found = play(traffic, block)
-        found["all"] = [each for some in found.values() for each in some]
-        for kind, each in found.items():
-            errors = [abs(predicted - cached) for predicted, cached in each]
+    for block in map(int, args.blocks.split(",")):
+        tokens = play(traffic, block)
+        tokens["all"] = [pair for of_kind in tokens.values() for pair in of_kind]
+        for kind, pairs in tokens.items():
+            errors = [abs(predicted - cached) for predicted, cached in pairs]
             layout.add_row(
-                f"{block} {kind}", str(len(each)), str(sum(cached > 0 for _, cached in each)),
-                f"{sum(error <= block for error in errors) / len(each):.1%}",
+                f"{block} {kind}", str(len(pairs)), str(sum(cached > 0 for _, cached in pairs)),
+                f"{sum(error <= block for error in errors) / len(pairs):.1%}",
                 f"{sum(errors) / len(errors):.0f}", str(max(errors)),
             )  # fmt: skip
     Console().print(layout)

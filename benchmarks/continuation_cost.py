@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-import yaml
 import zmq
 from rich.console import Console
 from rich.table import Table
@@ -102,8 +101,8 @@ class JournaledMock(mock.Worker):
         self._number = 0  # 0: no stream
 
     def data_received(self, data: bytes) -> None:
-        if (found := REQUEST_ID.search(data)) is not None:
-            self._id = found[1]
+        if (match := REQUEST_ID.search(data)) is not None:
+            self._id = match[1]
         super().data_received(data)
 
     def _serve(self, start: bytes, body: bytes) -> None:
@@ -136,22 +135,11 @@ async def serve(port: int, journal_port: int) -> None:
 
 def router(folder: Path, name: str, url: str, journal: str) -> Worker:
     """Return a router with its defaults and one worker."""
-    port = free_port()
     worker = {"name": "w0", "url": url} | ({} if name == PLAIN else {"journal": journal})
-    fleet = {
-        "model": mock.MODEL,
-        "workers": [worker],
-        "router": {
-            "host": HOST,
-            "port": port,
-            "admin": {"host": HOST, "port": free_port()},
-            "continuation": name == ON,
-        },
-    }
-    path = folder / f"{port}.yaml"
-    path.write_text(yaml.safe_dump(fleet))
-    script = Path(sys.executable).with_name("vllm-sched")
-    return stage.process(name, [str(script), "router", str(path)], port)
+    router = {"continuation": name == ON}
+    fleet = {"model": mock.MODEL, "workers": [worker], "router": router}
+    path = folder / f"{(PLAIN, OFF, ON).index(name)}.yaml"
+    return stage.router_process(name, path, fleet)
 
 
 def wait_for_journal(port: int) -> None:
@@ -173,25 +161,25 @@ async def run(folder: Path, load: str, rounds: int) -> list[measure.Sample]:
             await stack.enter_async_context(worker)
             sides = []
             for name in (PLAIN, OFF, ON):
-                each = router(folder, name, f"http://{HOST}:{port}", f"tcp://{HOST}:{journal_port}")
-                stack.push_async_callback(asyncio.to_thread, each.stop)
+                side = router(folder, name, f"http://{HOST}:{port}", f"tcp://{HOST}:{journal_port}")
+                stack.push_async_callback(asyncio.to_thread, side.stop)
                 with processes.running_on(cpus.routers):
-                    each.start()
-                await stage.wait_served(each)
-                sides.append(stage.Side(name, each.port, each))
+                    side.start()
+                await stage.wait_served(side)
+                sides.append(stage.Side(name, side.port, side))
                 if name != PLAIN:
-                    await asyncio.to_thread(wait_for_journal, each.port)
-            found = await measure.measure(sides, [load], rounds, measure.Times(), lambda _: None)
-            return found.samples
+                    await asyncio.to_thread(wait_for_journal, side.port)
+            results = await measure.measure(sides, [load], rounds, measure.Times(), lambda _: None)
+            return results.samples
 
 
 def costs(samples: Sequence[measure.Sample]) -> dict[str, list[float]]:
     """Return the microseconds per piece of each side, by round."""
-    found: dict[str, list[float]] = {PLAIN: [], OFF: [], ON: []}
+    by_side: dict[str, list[float]] = {PLAIN: [], OFF: [], ON: []}
     for sample in samples:
         assert not sample.errors, sample.errors
-        found[sample.side].append(sample.cpu_s / sample.events * MICRO)
-    return found
+        by_side[sample.side].append(sample.cpu_s / sample.events * MICRO)
+    return by_side
 
 
 def main() -> None:
@@ -206,11 +194,11 @@ def main() -> None:
             return
         with tempfile.TemporaryDirectory() as folder:
             samples = runner.run(run(Path(folder), arguments.load, arguments.rounds))
-    found = costs(samples)
+    by_side = costs(samples)
     table = Table("router", "us per piece", f"against {OFF}")
-    for name, values in found.items():
+    for name, values in by_side.items():
         ratio = statistics.median(
-            value / off for value, off in zip(values, found[OFF], strict=True)
+            value / off for value, off in zip(values, by_side[OFF], strict=True)
         )
         table.add_row(name, f"{statistics.median(values):.1f}", f"{ratio:.3f}x")
         if name == ON:

@@ -50,7 +50,7 @@ WARM_UP, PHASES, PHASE_STEPS, SETTLING = 400, 24, 20, 5
 
 def rates(extra_s: float, *, decodes_pause: bool, requests: int) -> dict[object, float]:
     """Return the requests per second of the closed loop, by K."""
-    found: dict[object, float] = {}
+    by_departures: dict[object, float] = {}
     for departures in (1, "auto"):
         others: dict[str, Mapping[str, Any]] = {"prefill_first": {}} if decodes_pause else {}
         policies = registry.build(
@@ -59,8 +59,8 @@ def rates(extra_s: float, *, decodes_pause: bool, requests: int) -> dict[object,
         )
         step_time = replace(PAPER, mixed_s=extra_s)
         loop = ClosedLoop(policies, step_time, SLOTS, OUTPUT, PROMPT, noise=NOISE)
-        found[departures] = loop.measured(requests, requests)
-    return found
+        by_departures[departures] = loop.measured(requests, requests)
+    return by_departures
 
 
 class SwitchedDeferral(DeferredPrefill):
@@ -160,26 +160,26 @@ def compare_real(console: Console, rounds: int, seed: int) -> None:
 
     full = FullEngine(make_engine(max_num_seqs=16), seed)
     full.steps(WARM_UP)
-    found: dict[bool, list[Phase]] = {False: [], True: []}
+    phases: dict[bool, list[Phase]] = {False: [], True: []}
     for number in range(rounds):
         for phase in range(PHASES):
             # As often one first as the other, since the machine's speed drifts.
             on = phase % 4 in {1, 2}
-            found[on].append(full.phase(on=on))
-        auto, one = (found[on][-PHASES // 2 :] for on in (True, False))
+            phases[on].append(full.phase(on=on))
+        auto, one = (phases[on][-PHASES // 2 :] for on in (True, False))
         console.print(f"round {number + 1}: {_ratios(auto, one)}", highlight=False)
     shown, counted = full.policy.gauges(), full.policy.counters()
-    console.print(f"all: {_ratios(found[True], found[False])}", highlight=False)
+    console.print(f"all: {_ratios(phases[True], phases[False])}", highlight=False)
     console.print(
         f"K={shown['k']:.0f}, held for {counted['held_seconds']:.1f} s in all", highlight=False
     )
 
 
 def _ratios(auto: Sequence[Phase], one: Sequence[Phase]) -> str:
-    per_second = [median(each.requests / each.seconds for each in side) for side in (auto, one)]
-    per_step = [sum(each.requests for each in side) for side in (auto, one)]
-    spent = [sum(each.policy_s for each in side) for side in (auto, one)]
-    share = (spent[0] - spent[1]) / sum(each.seconds for each in auto)
+    per_second = [median(phase.requests / phase.seconds for phase in side) for side in (auto, one)]
+    per_step = [sum(phase.requests for phase in side) for side in (auto, one)]
+    spent = [sum(phase.policy_s for phase in side) for side in (auto, one)]
+    share = (spent[0] - spent[1]) / sum(phase.seconds for phase in auto)
     return (
         f"auto to K=1: requests per step {per_step[0] / per_step[1]:.3f}x, per second of processor "
         f"time {per_second[0] / per_second[1]:.3f}x, {share:.2%} of it for the policy"
@@ -199,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     table = Table("a mixed step costs extra", "K=1", "auto", "auto to K=1")
     for extra_ms in (*EXTRA_MS, None):
-        found = rates(
+        by_departures = rates(
             (extra_ms or 0) / 1000, decodes_pause=extra_ms is None, requests=args.requests
         )
-        one, auto = found[1], found["auto"]
+        one, auto = by_departures[1], by_departures["auto"]
         name = "decodes pause" if extra_ms is None else f"{extra_ms} ms"
         table.add_row(name, f"{one:.2f}/s", f"{auto:.2f}/s", f"{auto / one:.3f}x")
     console.print(table)

@@ -44,7 +44,7 @@ def load(profile: str, seed: int, share: float, tight: float) -> list[tuple[floa
     """Return arrivals in bursts, at this share of what the slots can serve."""
     rng, now = random.Random(seed), 0.0
     rate = share * chat_rate(of_profile(profile), SLOTS)
-    found = []
+    arrivals = []
     for number in range(400):
         now += rng.gammavariate(0.25, 4 / rate)
         klass = TIGHT if rng.random() < tight else LOOSE
@@ -53,8 +53,8 @@ def load(profile: str, seed: int, share: float, tight: float) -> list[tuple[floa
             f"r{number}", prompt, rng.randint(60, 240), text=rng.getrandbits(60), klass=klass,
             extra_args={"deadline_ms": FIRST_S[klass] * 1000, "tpot_ms": EACH_S[klass] * 1000},
         )  # fmt: skip
-        found.append((now, job))
-    return found
+        arrivals.append((now, job))
+    return arrivals
 
 
 def play(
@@ -70,11 +70,11 @@ def play(
         for at, job in load(profile, seed, share, tight)
     ]
     times = by_job(run(ExactEngine(model), arrivals))
-    found: dict[str, list[tuple[float, float]]] = {TIGHT: [], LOOSE: []}
+    by_class: dict[str, list[tuple[float, float]]] = {TIGHT: [], LOOSE: []}
     for at, job in arrivals:
         own = times[job.id]
-        found[job.klass].append((own[0] - at, (own[-1] - own[0]) / max(len(own) - 1, 1)))
-    return found
+        by_class[job.klass].append((own[0] - at, (own[-1] - own[0]) / max(len(own) - 1, 1)))
+    return by_class
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = [play(args.profile, name, seed, share, args.tight) for seed in args.seeds]
             figures = []
             for half in (TIGHT, LOOSE):
-                seen = [each for one in runs for each in one[half]]
+                seen = [times for one in runs for times in one[half]]
                 figures += [
                     fmean(first <= FIRST_S[half] for first, _ in seen),
                     fmean(gap <= EACH_S[half] for _, gap in seen),

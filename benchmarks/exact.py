@@ -31,7 +31,7 @@ def play(workload: str, seconds: float) -> tuple[float, float, int, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     played = fleet.play(schedule)
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    concurrency = sum(each.latency for each in played.outcomes) / played.duration
+    concurrency = sum(outcome.latency for outcome in played.outcomes) / played.duration
     share = played.facts["workers"]["w"]["scheduler_s"] / wall_s
     return played.duration / cpu_s, share, len(played.outcomes), concurrency
 
@@ -40,11 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--duration", type=float, default=120.0, help="virtual seconds")
     parser.add_argument("--workload", nargs="+", default=["azure-conv", "azure-code", "1000x100"])
-    given = parser.parse_args()
+    args = parser.parse_args()
     play("100x10", 5.0)  # imports modules and fills caches
     print("workload | requests | concurrency | virtual s per CPU s | vLLM's scheduler")
-    for workload in given.workload:
-        speed, share, requests, concurrency = play(workload, given.duration)
+    for workload in args.workload:
+        speed, share, requests, concurrency = play(workload, args.duration)
         print(f"{workload} | {requests} | {concurrency:.1f} | {speed:.1f} | {share:.0%}")
 
 

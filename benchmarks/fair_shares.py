@@ -15,7 +15,7 @@ import random
 from collections import Counter, defaultdict
 from itertools import count
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
@@ -34,11 +34,10 @@ CLASSES = {"flood": Rank.STANDARD, "chat": Rank.INTERACTIVE, "job": Rank.BATCH}
 
 def make_router() -> Router:
     """Return a router of WORKERS workers with SLOTS slots each."""
-    fleet = Fleet()
-    for number in range(WORKERS):
-        spec = WorkerSpec(f"w{number}", f"http://w{number}", Role.GENERAL, MODEL, 65_536, SLOTS)
-        fleet.roster.add(spec)
-        fleet.health.probe_ok(spec.name, 0.0)
+    fleet = idle_fleet(
+        WorkerSpec(f"w{number}", f"http://w{number}", Role.GENERAL, MODEL, 65_536, SLOTS)
+        for number in range(WORKERS)
+    )
     return Router(RouterSettings(queue_requests=1024, queue_wait_s=30.0), fleet)
 
 
@@ -130,11 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="simulate fair shares while a tenant floods")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     alike = {name: Tenant(TenantSpec(name)) for name in LOADS}
     ranked = {name: Tenant(TenantSpec(name, rank)) for name, rank in CLASSES.items()}
     for what, tenants in (("one tenant", None), ("three", alike), ("with classes", ranked)):
-        run = Run(tenants, given.seconds, given.seed)
+        run = Run(tenants, args.seconds, args.seed)
         run.simulate()
         run.print_results(what)
 

@@ -155,11 +155,11 @@ class Figures:
         machine = of_profile(LARGE)
         curves = {}
         gaps: dict[str, list[float]] = {}
-        for name, given in SYSTEMS.items():
+        for name, policies in SYSTEMS.items():
             points = {}
             for rate in (0.5, TAIL_RATE, 2.5, 3.5, 4.5, 5.5, 7.0, 9.0):
                 seeds = range(1 if self.exact else 3)
-                played = [self._system(machine, given, rate, seed) for seed in seeds]
+                played = [self._system(machine, policies, rate, seed) for seed in seeds]
                 points[rate] = [goodput for goodput, _ in played]
                 if rate == TAIL_RATE:
                     gaps[name] = played[0][1]
@@ -167,28 +167,28 @@ class Figures:
         stem = "systems-exact" if self.exact else "systems"
         draw_goodput(self.out / f"goodput-{stem}", curves, _words(TARGETS))
         self.keep(f"goodput-{stem}", curves)
-        drawn = {name: found for name, found in gaps.items() if name not in NOT_DRAWN}
+        drawn = {name: values for name, values in gaps.items() if name not in NOT_DRAWN}
         draw_tail(self.out / f"gaps-{stem}", "Gaps between tokens, one worker", "ITL", drawn)
         tails = {
-            name: [percentile_of_sorted(sorted(found), share) for share in (50, 99, 99.9, 100)]
-            for name, found in gaps.items()
+            name: [percentile_of_sorted(sorted(values), share) for share in (50, 99, 99.9, 100)]
+            for name, values in gaps.items()
         }
         self.values[f"gaps-{stem}"] = tails
         print(f"gaps-{stem} at {TAIL_RATE:g}/s: p50, p99, p99.9 and longest\n", tails)
 
     def _system(
-        self, machine: WorkerModel, given: Policies, rate: float, seed: int
+        self, machine: WorkerModel, policies: Policies, rate: float, seed: int
     ) -> tuple[float, list[float]]:
         """Return goodput and gaps."""
         if not self.exact:
-            placed = [PlacedWorker(replace(machine, name="w", policies=given, max_num_seqs=256))]
+            placed = [PlacedWorker(replace(machine, name="w", policies=policies, max_num_seqs=256))]
             run = self._open(placed, RouterSettings(), rate, seed)
             return run.goodput, [run.gaps.quantile(at / SAMPLES) for at in range(1, SAMPLES + 1)]
         schedule = self._schedule(rate, seed)
-        outcomes = self._one(machine, given).play(schedule).outcomes
+        outcomes = self._one(machine, policies).play(schedule).outcomes
         counted = outcomes[len(outcomes) // 10 :]
         met = sum(map(_targets().is_met_by, counted))
-        return rate * met / len(counted), [gap for each in counted for gap in each.itls]
+        return rate * met / len(counted), [gap for outcome in counted for gap in outcome.itls]
 
     def steps(self) -> None:
         """Draw the tokens of each step, with vLLM's scheduler and with chunks by time."""
@@ -201,11 +201,11 @@ class Figures:
             duration = fleet.play(schedule).duration
             (engine,) = fleet.engines.values()
             assert isinstance(engine, ExactEngine)
-            found = steps_of(engine.trace_events(duration))
+            steps = steps_of(engine.trace_events(duration))
             stem = "steps-" + name.replace(" (vLLM)", "").replace(" ", "-")
-            draw_steps(self.out / stem, f"Tokens per step against the budget: {title}", found)
-            longest = max(step.end - step.start for step in found)
-            self.values[stem] = {"steps": len(found), "longest_s": round(longest, 3)}
+            draw_steps(self.out / stem, f"Tokens per step against the budget: {title}", steps)
+            longest = max(step.end - step.start for step in steps)
+            self.values[stem] = {"steps": len(steps), "longest_s": round(longest, 3)}
             print(stem, self.values[stem])
 
     # Fleets
@@ -235,12 +235,12 @@ class Figures:
 
     def _keep_reference(self, name: str, run: FlowResult) -> None:
         figures, gaps = run.all, run.gaps
-        found = (
+        reference = (
             figures.share, run.goodput, figures.ttft.quantile(0.5), figures.ttft.quantile(0.99),
             gaps.quantile(0.99), gaps.most, figures.longest.share_at_most(STALL_S),
         )  # fmt: skip
-        self.values["reference"][name] = [round(each, 4) for each in found]
-        print(f"  {name:<22}", " ".join(f"{each:9.3f}" for each in found))
+        self.values["reference"][name] = [round(value, 4) for value in reference]
+        print(f"  {name:<22}", " ".join(f"{value:9.3f}" for value in reference))
 
     def _design(self, design: FleetShape | Policies, rate: float, seed: int) -> FlowResult:
         machine = of_profile(LARGE)
@@ -252,7 +252,7 @@ class Figures:
         else:
             models = [replace(machine, name=f"w{i}", policies=design) for i in range(6)]
             placed = [PlacedWorker(model) for model in models]
-        placed = [replace(each, max_requests=MAX_REQUESTS) for each in placed]
+        placed = [replace(worker, max_requests=MAX_REQUESTS) for worker in placed]
         return self._open(placed, settings, rate, seed)
 
     def _open(
@@ -322,7 +322,7 @@ def _targets() -> Targets:
 
 
 def _words(targets: str) -> str:
-    pairs = (each.split(":") for each in targets.split())
+    pairs = (target.split(":") for target in targets.split())
     return ", ".join(f"{name.upper()} {value} ms" for name, value in pairs)
 
 
@@ -356,8 +356,8 @@ def main() -> None:
     for path in args.out.glob("*.svg"):
         path.with_suffix(".png").unlink(missing_ok=True)
     store = args.out / "figures.json"
-    known = json.loads(store.read_text()) if store.exists() else {}
-    store.write_text(json.dumps(known | figures.values, indent=1) + "\n")
+    stored = json.loads(store.read_text()) if store.exists() else {}
+    store.write_text(json.dumps(stored | figures.values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

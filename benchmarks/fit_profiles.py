@@ -61,20 +61,20 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: rounded(member) for name, member in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def table_row(name: str, found: dict[Any, profile_fit.FitError]) -> str:
+def table_row(name: str, errors: dict[Any, profile_fit.FitError]) -> str:
     """Return a line with the errors of a fit."""
-    shown = [f"{kind} {e.median:5.1%} ({e.worst:4.0%})" for kind, e in found.items()]
-    off = profile_fit.misses(found)
+    shown = [f"{kind} {e.median:5.1%} ({e.worst:4.0%})" for kind, e in errors.items()]
+    off = profile_fit.misses(errors)
     return f"{name:36}{'  '.join(shown)}{'  MISSES ' + ', '.join(off) if off else ''}"
 
 
 def fit_system(system: str, date: str) -> dict[str, Any]:
     """Fit every model, dtype and number of GPUs of a system."""
-    found: dict[ProfileKey, Profile] = {}
+    profiles: dict[ProfileKey, Profile] = {}
     missing: list[dict[str, Any]] = []
 
     def leave_out(key: ProfileKey, why: str) -> None:
@@ -86,22 +86,24 @@ def fit_system(system: str, date: str) -> dict[str, Any]:
             for tp in source.SIZES:
                 key = ProfileKey(model, system, dtype, tp)
                 try:
-                    found[key] = source.profile_of(key)
+                    profiles[key] = source.profile_of(key)
                 except source.UnsupportedProfileError as error:
                     leave_out(key, str(error).split(";")[0])
                     continue
-                print(table_row(key.name, dict(found[key].errors)), flush=True)
-    for key in [key for key in found if key.dtype == source.FP8]:
-        full = found.get(key._replace(dtype=source.BF16))
+                print(table_row(key.name, dict(profiles[key].errors)), flush=True)
+    for key in [key for key in profiles if key.dtype == source.FP8]:
+        full = profiles.get(key._replace(dtype=source.BF16))
         if full is None:
             continue
-        ratio = max(found[key].time.seconds(s) / full.time.seconds(s) for s in source.USUAL_DECODES)
+        ratio = max(
+            profiles[key].time.seconds(s) / full.time.seconds(s) for s in source.USUAL_DECODES
+        )
         slower = f"its decode steps take up to {ratio:.1f} times as long as in bf16"
         if ratio > MAX_RATIO:
-            del found[key]
+            del profiles[key]
             leave_out(key, f"implausible: {slower}")
         elif ratio > REMARKED_RATIO:
-            found[key] = replace(found[key], remark=f"in this source {slower}")
+            profiles[key] = replace(profiles[key], remark=f"in this source {slower}")
     content: dict[str, Any] = {
         "source": source.PACKAGE,
         "version": source.version(),
@@ -110,7 +112,7 @@ def fit_system(system: str, date: str) -> dict[str, Any]:
         "system": system,
         "date": date,
         "note": NOTE,
-        "profiles": [rounded(to_json(each)) for each in found.values()],
+        "profiles": [rounded(to_json(profile)) for profile in profiles.values()],
         "missing": missing,
     }
     return {"sha256": checksum(content), **content}
@@ -125,18 +127,18 @@ def baseline(systems: list[str]) -> None:
                 for tp in source.SIZES:
                     key = ProfileKey(model, system, dtype, tp)
                     try:
-                        found = source.profile_of(key)
+                        profile = source.profile_of(key)
                     except source.UnsupportedProfileError:
                         continue
-                    assert isinstance(found.time, CurvedStepTime)
-                    print(table_row(key.name, dict(found.errors)), flush=True)
+                    assert isinstance(profile.time, CurvedStepTime)
+                    print(table_row(key.name, dict(profile.errors)), flush=True)
 
 
 def differing(system: str) -> list[str]:
     """Return what differs between a new fit and the file, whatever their dates."""
-    known = json.loads((DATA / f"{system}.json").read_text())
-    new = fit_system(system, known["date"])
-    return [f"{system}.json: {name}" for name in known if new[name] != known[name]]
+    stored = json.loads((DATA / f"{system}.json").read_text())
+    new = fit_system(system, stored["date"])
+    return [f"{system}.json: {name}" for name in stored if new[name] != stored[name]]
 
 
 def write(content: dict[str, Any], path: Path) -> None:
@@ -144,7 +146,7 @@ def write(content: dict[str, Any], path: Path) -> None:
     lines = []
     for name, value in content.items():
         if isinstance(value, list):
-            rows = ",\n  ".join(json.dumps(each) for each in value)
+            rows = ",\n  ".join(json.dumps(row) for row in value)
             lines.append(f' "{name}": [\n  {rows}\n ]' if value else f' "{name}": []')
         else:
             lines.append(f' "{name}": {json.dumps(value)}')
@@ -163,9 +165,9 @@ def main() -> int:
     args = parser.parse_args()
     if not args.inside:
         command = [str(environment()), "-m", "benchmarks.fit_profiles", "--inside", *sys.argv[1:]]
-        known = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
         # The source's warnings are shown only with an error.
-        done = subprocess.run(command, cwd=ROOT, env=known, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             print("\n".join(done.stderr.splitlines()[-ERROR_LINES:]), file=sys.stderr)
         return done.returncode
@@ -173,7 +175,7 @@ def main() -> int:
         baseline(args.systems)
         return 0
     if args.check:
-        off = [each for system in args.systems for each in differing(system)]
+        off = [line for system in args.systems for line in differing(system)]
         print("\n".join(off) or "a new fit is equal to the files")
         return int(bool(off))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -71,10 +71,10 @@ def play(workers: int, requests: int, seed: int) -> tuple[FlowResult, float, flo
     return run, end - start, (end - marks[0]) / (requests - first)
 
 
-def print_row(workers: int, run: FlowResult, seconds: float, each: float) -> None:
+def print_row(workers: int, run: FlowResult, seconds: float, request_s: float) -> None:
     print(
-        f"{workers:7,} {run.all.arrived:10,} {seconds:9.1f} s {each * 1e6:8.0f} us "
-        f"{each * 1e6 / math.log2(workers):7.1f} us {run.all.share:8.1%} "
+        f"{workers:7,} {run.all.arrived:10,} {seconds:9.1f} s {request_s * 1e6:8.0f} us "
+        f"{request_s * 1e6 / math.log2(workers):7.1f} us {run.all.share:8.1%} "
         f"{run.all.ttft.quantile(0.99):7.2f} s"
     )
 

@@ -44,20 +44,20 @@ def main() -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     options.add_argument("--requests", type=int, default=100_000, help="messages of each kind")
     options.add_argument("--seed", type=int, default=1)
-    given = options.parse_args()
+    args = options.parse_args()
     print(f"modules: {locate.kind()}")
     bad = 0
     for what in ("requests", "answers"):
         began = time.perf_counter()
-        tally, differ = fuzz(what, given.seed, given.requests)
+        tally, differ = fuzz(what, args.seed, args.requests)
         print(
             f"{what}: {tally.messages:,} in {tally.streams:,} streams, "
             f"{time.perf_counter() - began:.0f} s: {tally.taken:,} taken, {tally.refused:,} "
             f"streams refused in {len(tally.refusals)} ways, {tally.waiting:,} incomplete, "
             f"{len(differ)} differ from the reference"
         )
-        for each in differ[:MAX_SHOWN]:
-            print(f"  {each[:MAX_LINE]}")
+        for difference in differ[:MAX_SHOWN]:
+            print(f"  {difference[:MAX_LINE]}")
         bad += len(differ)
     return 1 if bad else 0
 

@@ -103,10 +103,12 @@ def play(scene: Scene) -> PlayedFleet:
         }
     )  # fmt: skip
     models = {
-        each.name: replace(
-            worker, name=each.name, max_num_seqs=256 if each.role == "prefill" else scene.slots
+        config_worker.name: replace(
+            worker,
+            name=config_worker.name,
+            max_num_seqs=256 if config_worker.role == "prefill" else scene.slots,
         )
-        for each in config.workers
+        for config_worker in config.workers
     }
     return SimulatedFleet(config, models, ExactEngine).play(
         Schedule(source=Listed(*scene.requests))
@@ -115,9 +117,9 @@ def play(scene: Scene) -> PlayedFleet:
 
 def row(scene: Scene, outcomes: Iterable[Outcome]) -> list[str]:
     by_class: dict[str, list[Outcome]] = {LONG: [], SHORT: [], STREAM: []}
-    for each in outcomes:
-        by_class[each.klass].append(each)
-    handed = sum(">" in each.worker for each in by_class[LONG])
+    for outcome in outcomes:
+        by_class[outcome.klass].append(outcome)
+    handed = sum(">" in outcome.worker for outcome in by_class[LONG])
     return [
         scene.longs,
         str(scene.output),
@@ -130,7 +132,7 @@ def row(scene: Scene, outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def _ttft(outcomes: Sequence[Outcome], *, tail: bool = False) -> str:
-    ttfts = [each.ttft for each in outcomes if each.good]
+    ttfts = [outcome.ttft for outcome in outcomes if outcome.good]
     text = f"{fmean(ttfts):.2f}"
     text += f" / {percentile(ttfts, 99):.2f} s" if tail else " s"
     failed = len(outcomes) - len(ttfts)
@@ -138,7 +140,7 @@ def _ttft(outcomes: Sequence[Outcome], *, tail: bool = False) -> str:
 
 
 def _gap(outcomes: Iterable[Outcome]) -> str:
-    gaps = [gap for each in outcomes for gap in each.itls]
+    gaps = [gap for outcome in outcomes for gap in outcome.itls]
     return f"{(percentile(gaps, 99) or 0.0) * 1e3:.0f} ms"
 
 

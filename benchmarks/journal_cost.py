@@ -61,10 +61,10 @@ class Connection:
         return frames
 
     def pending(self) -> list[list[bytes]]:
-        found = []
+        messages = []
         while self._socket.poll(200):
-            found.append(self._socket.recv_multipart())
-        return found
+            messages.append(self._socket.recv_multipart())
+        return messages
 
     def close(self) -> None:
         self._context.destroy(linger=0)

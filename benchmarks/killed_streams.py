@@ -90,11 +90,11 @@ def engines_file(ports: Sequence[Ports], admin: int, *, caches: bool) -> str:
     workers = [
         {
             "name": name,
-            "url": f"http://127.0.0.1:{each.server}",
-            "journal": f"tcp://127.0.0.1:{each.journal}",
+            "url": f"http://127.0.0.1:{worker_ports.server}",
+            "journal": f"tcp://127.0.0.1:{worker_ports.journal}",
             "launch": {"args": args, "policies": {}, "cpus": [cpu]},
         }
-        for name, each, cpu in zip(NAMES, ports, cpus, strict=False)
+        for name, worker_ports, cpu in zip(NAMES, ports, cpus, strict=False)
     ]
     router = {"port": free_port(), "admin": {"port": admin}}
     return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
@@ -105,10 +105,10 @@ def router_file(ports: Sequence[Ports], port: int, admin: int) -> str:
     workers = [
         {
             "name": name,
-            "url": f"http://127.0.0.1:{each.relay}",
-            "journal": f"tcp://127.0.0.1:{each.journal_relay}",
+            "url": f"http://127.0.0.1:{worker_ports.relay}",
+            "journal": f"tcp://127.0.0.1:{worker_ports.journal_relay}",
         }
-        for name, each in zip(NAMES, ports, strict=True)
+        for name, worker_ports in zip(NAMES, ports, strict=True)
     ]
     router = {"port": port, "admin": {"port": admin}, "retries": {"budget": 1.0, "attempts": 10}}
     return yaml.safe_dump({"model": MODEL, "workers": workers, "router": router})
@@ -133,19 +133,19 @@ async def wait_both_usable(port: int) -> None:
         await asyncio.sleep(0.1)
 
 
-def make_prompts(given: argparse.Namespace) -> list[dict[str, Any]]:
+def make_prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the fields of requests that continue exactly, each second one a chat."""
-    rng, found = random.Random(given.seed), []
-    for each in range(given.prompts):
-        words = " ".join(rng.choices(WORDS, k=rng.randrange(1, given.words)))
+    rng, prompts = random.Random(args.seed), []
+    for number in range(args.prompts):
+        words = " ".join(rng.choices(WORDS, k=rng.randrange(1, args.words)))
         fields: dict[str, Any] = {"prompt": words}
-        if each % 2:
+        if number % 2:
             fields = {"messages": [{"role": "user", "content": words}]}
         fields["extra_body"] = {"ignore_eos": True}
-        if each % 3 == 0:
+        if number % 3 == 0:
             fields["extra_body"] |= {"repetition_penalty": 1.2}
-        found.append(fields)
-    return found
+        prompts.append(fields)
+    return prompts
 
 
 async def stream(
@@ -187,13 +187,13 @@ async def play(
     while not tally.over:
         number = next(numbers)
         request_id, which = f"killed-{number}", number % len(prompts)
-        found = await stream(client, prompts[which], tokens, request_id)
-        if found.error:
+        streamed = await stream(client, prompts[which], tokens, request_id)
+        if streamed.error:
             tally.ends[FAILED] += 1
-            tally.errors[found.error] += 1
+            tally.errors[streamed.error] += 1
             continue
-        tally.ends[EQUAL if found.answer == whole[which].answer else DIFFERENT] += 1
-        tally.streams[request_id] = found
+        tally.ends[EQUAL if streamed.answer == whole[which].answer else DIFFERENT] += 1
+        tally.streams[request_id] = streamed
 
 
 async def note_decisions(admin: int, tally: Tally) -> None:
@@ -204,18 +204,18 @@ async def note_decisions(admin: int, tally: Tally) -> None:
 async def kill(
     relays: list[asyncio.subprocess.Process],
     ports: Sequence[Ports],
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     port: int,
     admin: int,
     tally: Tally,
 ) -> None:
     """Kill one relay after the other at random moments."""
-    rng = random.Random(given.seed)
-    until = time.monotonic() + 60 * given.minutes
+    rng = random.Random(args.seed)
+    until = time.monotonic() + 60 * args.minutes
     try:
-        while len(tally.kills) < given.kills and time.monotonic() < until:
+        while len(tally.kills) < args.kills and time.monotonic() < until:
             await wait_both_usable(port)
-            await asyncio.sleep(rng.uniform(0, 2 * given.every))
+            await asyncio.sleep(rng.uniform(0, 2 * args.every))
             which = rng.randrange(len(relays))
             relays[which].kill()
             tally.kills.append(time.monotonic())
@@ -227,12 +227,12 @@ async def kill(
         tally.over = True
 
 
-async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
+async def measure(args: argparse.Namespace) -> tuple[Tally, str]:
     """Return what the clients saw, and the router's metrics."""
     ports, port, admin, up_admin = [Ports(), Ports()], free_port(), free_port(), free_port()
-    prompts, tally = make_prompts(given), Tally()
-    engines = engines_file(ports, up_admin, caches=not given.no_caches)
-    relays = [await start_relay(each) for each in ports]
+    prompts, tally = make_prompts(args), Tally()
+    engines = engines_file(ports, up_admin, caches=not args.no_caches)
+    relays = [await start_relay(worker_ports) for worker_ports in ports]
     try:
         with tempfile.TemporaryDirectory() as name:
             async with (
@@ -244,21 +244,21 @@ async def measure(given: argparse.Namespace) -> tuple[Tally, str]:
             ):
                 await wait_both_usable(port)
                 whole: list[Streamed] = []
-                for at in range(0, len(prompts), given.clients):
-                    some = prompts[at : at + given.clients]
+                for at in range(0, len(prompts), args.clients):
+                    batch = prompts[at : at + args.clients]
                     sent = (
-                        stream(client, each, given.tokens, f"whole-{at}-{n}")
-                        for n, each in enumerate(some)
+                        stream(client, prompt, args.tokens, f"whole-{at}-{n}")
+                        for n, prompt in enumerate(batch)
                     )
                     whole += await asyncio.gather(*sent)
-                if errors := [each.error for each in whole if each.error]:
+                if errors := [streamed.error for streamed in whole if streamed.error]:
                     raise RuntimeError(errors[0])
                 numbers = count()
                 clients = (
-                    play(client, prompts, whole, given.tokens, tally, numbers)
-                    for _ in range(given.clients)
+                    play(client, prompts, whole, args.tokens, tally, numbers)
+                    for _ in range(args.clients)
                 )
-                await asyncio.gather(kill(relays, ports, given, port, admin, tally), *clients)
+                await asyncio.gather(kill(relays, ports, args, port, admin, tally), *clients)
                 await note_decisions(admin, tally)
                 return tally, await fetch(f"http://127.0.0.1:{port}/metrics")
     finally:
@@ -320,7 +320,11 @@ def report(console: Console, tally: Tally, page: str) -> None:
         own = [rows[name]["predicted_ttft_s"] for name in names]
         of_all = [together[kill_of(tally, name)] for name in names]
         for what, predicted in (("its own", own), ("all that moved with it", of_all)):
-            shares = [pause / each for pause, each in zip(pauses, predicted, strict=True) if each]
+            shares = [
+                pause / prefill_s
+                for pause, prefill_s in zip(pauses, predicted, strict=True)
+                if prefill_s
+            ]
             console.print(f"... over the predicted prefill of {what}: {quantiles(shares, 'x')}")
     others = [name for name, row in rows.items() if not row["left_workers"]]
     longest = [tally.streams[name].pause_s for name in others]
@@ -347,8 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--no-caches", action="store_true", help="engines compute each prompt, cached or not"
     )
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args(argv)
-    tally, page = asyncio.run(measure(given))
+    args = parser.parse_args(argv)
+    tally, page = asyncio.run(measure(args))
     report(Console(), tally, page)
     return int(tally.ends[DIFFERENT] > 0)
 

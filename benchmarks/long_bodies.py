@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proxy.compiled.locate import in_use
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.learned.prefix_index import BLOCKS, ENDS, PrefixIndex
 from proxy.core.model.role import Role
@@ -78,10 +78,10 @@ def index_bytes(sessions: int, moves: int = 0) -> tuple[float, int]:
             index.record(whole[: blocks * turn // TURNS], worker)
     gc.collect()
     held = resident_bytes() - before
-    known = sum(
+    complete = sum(
         index.matches(prompt(session))[0][0] == blocks for session in range(0, sessions, 10)
     )
-    return held, known * 10
+    return held, complete * 10
 
 
 def bodies(size: int) -> Iterator[tuple[str, bytes]]:
@@ -112,12 +112,8 @@ def bodies(size: int) -> Iterator[tuple[str, bytes]]:
 
 
 def make_router() -> Router:
-    fleet = Fleet()
-    for i in range(4):
-        name = f"w{i}"
-        fleet.roster.add(WorkerSpec(name, f"http://{name}", Role.GENERAL, MODEL, MAX_TOKENS))
-        fleet.health.probe_ok(name, 0.0)
-    return Router(RouterSettings(), fleet)
+    specs = (WorkerSpec(f"w{i}", f"http://w{i}", Role.GENERAL, MODEL, MAX_TOKENS) for i in range(4))
+    return Router(RouterSettings(), idle_fleet(specs))
 
 
 def steps_ms(body: bytes) -> list[float]:
@@ -160,10 +156,10 @@ def main() -> None:
     console = Console()
     console.print("compiled modules" if in_use() else "plain modules")
     for moves in (0, 2):
-        held, known = index_bytes(sessions, moves)
+        held, complete = index_bytes(sessions, moves)
         console.print(
             f"{sessions:,} sessions of {TOKENS:,} tokens, {moves} moves: {held * MEGA:.0f} MB "
-            f"(target: {MAX_MEMORY_MB}), {known:,} known to their ends"
+            f"(target: {MAX_MEMORY_MB}), {complete:,} known to their ends"
         )
     for size in SIZES:
         index, body = PrefixIndex(), b"a word and " * (size // 11)

@@ -30,14 +30,13 @@ from pathlib import Path
 from statistics import median
 
 import uvloop
-import yaml
 
 from benchmarks.router import mock, processes
 from benchmarks.router.load import HOST, closed_loop
 from benchmarks.router.prompts import Prompts
+from benchmarks.router.stage import process, router_process
 from vllm_sched.workers.launch import Worker, free_port
 
-READY_S, GRACE_S = 60.0, 5.0
 WARM_UP_S = 0.5
 BODY_BYTES = 1024
 MICRO = 1e6
@@ -85,30 +84,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="per window")
     parser.add_argument("--connections", type=int, default=32, help="per process")
     parser.add_argument("--apart", action="store_true", help="one router process per processor")
-    given = parser.parse_args(words)
+    args = parser.parse_args(words)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    most = max(given.processes)
-    cpus = Cpus.here(most, apart=given.apart)
+    most = max(args.processes)
+    cpus = Cpus.here(most, apart=args.apart)
     sources = most if cpus.enough else 1
     load_average = os.getloadavg()[0]
-    samples: dict[int, list[Sample]] = {count: [] for count in given.processes}
-    with stage(given.processes, cpus, workers=max(most, 2)) as routers:
-        for number in range(given.rounds):
-            order = given.processes if number % 2 else given.processes[::-1]
+    samples: dict[int, list[Sample]] = {count: [] for count in args.processes}
+    with stage(args.processes, cpus, workers=max(most, 2)) as routers:
+        for number in range(args.rounds):
+            order = args.processes if number % 2 else args.processes[::-1]
             for count in order:
                 samples[count].append(
                     measure(
                         routers[count],
-                        given.seconds,
-                        given.connections * count,
+                        args.seconds,
+                        args.connections * count,
                         sources,
                         cpus,
                         number,
                     )
                 )
     report(samples, cpus, load_average)
-    return int(any(sample.errors for each in samples.values() for sample in each))
+    return int(any(sample.errors for of_count in samples.values() for sample in of_count))
 
 
 @contextmanager
@@ -137,7 +136,7 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
 @contextmanager
 def mock_worker(port: int) -> Iterator[None]:
     command = [sys.executable, mock.__file__, str(port)]
-    worker = Worker(command, port=port, name="mock", env=env_without_proxies(), deadline_s=READY_S)
+    worker = process("mock", command, port)
     try:
         worker.start()
         worker.wait_ready()
@@ -155,38 +154,17 @@ def set_affinity(router: Worker, cpus: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), {cpus[-1 - number % len(cpus)]})
 
 
-def env_without_proxies() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-
-
 def make_router(folder: Path, workers: Sequence[int], count: int) -> Worker:
     """Return a router with `count` processes, as users start it."""
-    port = free_port()
     fleet = {
         "model": mock.MODEL,
         "workers": [
-            {"name": f"w{number}", "url": f"http://{HOST}:{each}"}
-            for number, each in enumerate(workers)
+            {"name": f"w{number}", "url": f"http://{HOST}:{worker}"}
+            for number, worker in enumerate(workers)
         ],
-        "router": {
-            "host": HOST,
-            "port": port,
-            "admin": {"host": HOST, "port": free_port()},
-            "processes": count,
-        },
+        "router": {"processes": count},
     }
-    path = folder / f"{count}.yaml"
-    path.write_text(yaml.safe_dump(fleet, sort_keys=False))
-    script = Path(sys.executable).with_name("vllm-sched")
-    command = [str(script), "router", str(path)]
-    return Worker(
-        command,
-        port=port,
-        name=f"router of {count}",
-        env=env_without_proxies(),
-        deadline_s=READY_S,
-        grace_s=GRACE_S,
-    )
+    return router_process(f"router of {count}", folder / f"{count}.yaml", fleet)
 
 
 def measure(
@@ -195,7 +173,7 @@ def measure(
     """Run the sources of load and return the sample."""
     assert router.pid is not None
     pids = processes.tree(router.pid)
-    each = str(connections // sources)
+    per_source = str(connections // sources)
     with processes.running_on(cpus.others):
         loads = [
             subprocess.Popen(
@@ -203,7 +181,13 @@ def measure(
                     sys.executable,
                     "-m",
                     "benchmarks.processes",
-                    *("load", str(router.port), str(seconds), each, str(seed * sources + number)),
+                    *(
+                        "load",
+                        str(router.port),
+                        str(seconds),
+                        per_source,
+                        str(seed * sources + number),
+                    ),
                 ],
                 stdout=subprocess.PIPE,
             )
@@ -212,11 +196,11 @@ def measure(
     before = processes.cpu_seconds(pids)
     results = [json.loads(load.communicate()[0]) for load in loads]
     used = processes.cpu_seconds(pids) - before
-    requests = sum(each["all"] for each in results)
+    requests = sum(result["all"] for result in results)
     return Sample(
-        sum(each["per_s"] for each in results),
+        sum(result["per_s"] for result in results),
         used / requests * MICRO if requests else float("nan"),
-        sum(each["errors"] for each in results),
+        sum(result["errors"] for result in results),
     )
 
 
@@ -239,10 +223,10 @@ def report(samples: dict[int, list[Sample]], cpus: Cpus, load_average: float) ->
     alone = min(samples)
     base = median(sample.cpu_us for sample in samples[alone])
     rate = median(sample.per_s for sample in samples[alone])
-    for count, each in samples.items():
-        per_s = median(sample.per_s for sample in each)
-        cpu_us = median(sample.cpu_us for sample in each)
-        errors = sum(sample.errors for sample in each)
+    for count, of_count in samples.items():
+        per_s = median(sample.per_s for sample in of_count)
+        cpu_us = median(sample.cpu_us for sample in of_count)
+        errors = sum(sample.errors for sample in of_count)
         potential = count / alone * base / cpu_us
         line = f"{count} process{'es' if count > 1 else ''}: {per_s:8,.0f} requests/s"
         line += f", {cpu_us:6.1f} us of processor time each"

@@ -190,7 +190,7 @@ def disconnect(stream: bool) -> Scenario:
         for other in others:
             other.cancel()
         client.close()
-        [call] = [each.result() for each in done]
+        [call] = [run.result() for run in done]
         try:
             async with asyncio.timeout(SHORT_TIMEOUT_S):
                 await call.lost.wait()
@@ -365,25 +365,25 @@ async def run_scenario(name: str, make: Callable[[list[str]], Worker], scenario:
             await fake.stop()
 
 
-async def main(given: argparse.Namespace) -> dict[str, object]:
-    peer_folder = Path(given.folder)
+async def main(args: argparse.Namespace) -> dict[str, object]:
+    peer_folder = Path(args.folder)
     makers: dict[str, Callable[[list[str]], Worker]] = {}
     with tempfile.TemporaryDirectory() as folder:
         makers["vllm-sched"] = lambda urls: _ours(Path(folder), urls)
-        if not given.without_peers:
+        if not args.without_peers:
             await asyncio.to_thread(install, peer_folder)
             for peer in ROUND_ROBIN:
                 makers[peer.name] = lambda urls, peer=peer: _peer(peer_folder, peer, urls)  # type: ignore[misc]
         print(" " * TITLE_WIDTH + "".join(f"{name:>{COLUMN_WIDTH}}" for name in makers), flush=True)
-        found: dict[str, list[str]] = {}
+        results: dict[str, list[str]] = {}
         for title, scenario in SCENARIOS.items():
-            if given.only not in title:
+            if args.only not in title:
                 continue
             cells = [await run_scenario(name, make, scenario) for name, make in makers.items()]
-            found[title] = cells
-            print(f"{title:<{TITLE_WIDTH}}" + "".join(f"{each:>{COLUMN_WIDTH}}" for each in cells),
+            results[title] = cells
+            print(f"{title:<{TITLE_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells),
                   flush=True)  # fmt: skip
-    return {"routers": [*makers], "found": found}
+    return {"routers": [*makers], "found": results}
 
 
 def _ours(folder: Path, urls: list[str]) -> Worker:

@@ -108,7 +108,7 @@ def play(load: Load, policies: Policies, seed: int) -> Figures:
         max_model_len=MAX_MODEL_LEN,
         policies=policies,
     )
-    arrivals = sorted(load.arrivals(model, random.Random(seed)), key=lambda each: each[0])
+    arrivals = sorted(load.arrivals(model, random.Random(seed)), key=lambda arrival: arrival[0])
     times = by_job(run(ExactEngine(model), arrivals))
     ttfts: dict[str, list[float]] = {LONG: [], CHAT: []}
     for at, job in arrivals:
@@ -120,30 +120,34 @@ def play(load: Load, policies: Policies, seed: int) -> Figures:
 
 def ratios(load: Load, seeds: int) -> dict[str, Figures]:
     """Return each variant's figures over those of vLLM's scheduler."""
-    found = {
+    by_variant = {
         name: [play(load, policies, seed) for seed in range(seeds)]
         for name, policies in VARIANTS.items()
     }
-    base = found[UPSTREAM]
+    base = by_variant[UPSTREAM]
     return {
         name: Figures(
             *(
-                median(own[at] / theirs[at] for own, theirs in zip(each, base, strict=True))
+                median(own[at] / theirs[at] for own, theirs in zip(rows, base, strict=True))
                 for at in range(len(HEADINGS))
             )
         )
-        for name, each in found.items()
+        for name, rows in by_variant.items()
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     for title, load in LOADS.items():
         print(f"{title}, budget {load.budget} | {' | '.join(HEADINGS)}")
-        for name, figures in ratios(load, given.seeds).items():
-            print(name, *("-" if each != each else f"{each:.2f}x" for each in figures), sep=" | ")
+        for name, figures in ratios(load, args.seeds).items():
+            print(
+                name,
+                *("-" if figure != figure else f"{figure:.2f}x" for figure in figures),
+                sep=" | ",
+            )
 
 
 if __name__ == "__main__":

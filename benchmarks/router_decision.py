@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.route_table import Route
@@ -32,13 +32,11 @@ ROUNDS = 7
 
 def make_router(workers: int) -> Router:
     """Return a router with short and long workers in equal numbers."""
-    fleet = Fleet()
+    specs = []
     for i in range(workers):
-        role = Role.LONG if i % 2 else Role.SHORT
-        limit = 65_536 if i % 2 else 8192
-        fleet.roster.add(WorkerSpec(f"w{i}", f"http://w{i}", role, MODEL, limit, max_requests=256))
-        fleet.health.probe_ok(f"w{i}", 0.0)
-    return Router(RouterSettings(), fleet)
+        role, limit = (Role.LONG, 65_536) if i % 2 else (Role.SHORT, 8192)
+        specs.append(WorkerSpec(f"w{i}", f"http://w{i}", role, MODEL, limit, max_requests=256))
+    return Router(RouterSettings(), idle_fleet(specs))
 
 
 def chat_body(number: int, size: int) -> bytes:
@@ -136,9 +134,8 @@ def decision(workers: int, decisions: int) -> float:
 
 def dequeue_us(tenants: int, waiting: int, turns: int) -> float:
     """Measure how a free slot is given to one of many waiting requests."""
-    fleet = Fleet()
-    fleet.roster.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, 65_536, max_requests=1))
-    fleet.health.probe_ok("w", 0.0)
+    spec = WorkerSpec("w", "http://w", Role.GENERAL, MODEL, 65_536, max_requests=1)
+    fleet = idle_fleet([spec])
     router = Router(RouterSettings(queue_requests=waiting + 1), fleet)
     route = find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
@@ -147,7 +144,7 @@ def dequeue_us(tenants: int, waiting: int, turns: int) -> float:
     lease = placed(router, read(router, route, body), 0.0)
     for i in range(waiting):
         router.submit(read(router, route, body, all_tenants[i % tenants]), 0.0)
-    asks = [read(router, route, body, each) for each in all_tenants]
+    asks = [read(router, route, body, tenant) for tenant in all_tenants]
     now, number = 0.0, 0
 
     def work() -> int:

@@ -125,9 +125,9 @@ def main() -> None:
             label,
             f"{bare_s * 1e6:.0f}",
             f"{added_s * 1e6:.0f}",
-            " ".join(f"{each * 1e6:.0f}" for each in added),
+            " ".join(f"{seconds * 1e6:.0f}" for seconds in added),
             f"{write_s * 1e6:.0f}",
-            *(f"{each:.1%} {'met' if each <= TARGET else 'missed'}" for each in shares),
+            *(f"{share:.1%} {'met' if share <= TARGET else 'missed'}" for share in shares),
         )
     Console().print(table)
 

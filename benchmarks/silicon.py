@@ -98,53 +98,53 @@ class Row:
 def sample_path() -> Path:
     """Return the rows' file in the environment of the source."""
     home = environment().parents[1]
-    found = sorted(home.glob("lib/*/site-packages/aiconfigurator_core/systems/silicon_sample.csv"))
-    if not found:
+    paths = sorted(home.glob("lib/*/site-packages/aiconfigurator_core/systems/silicon_sample.csv"))
+    if not paths:
         raise SystemExit(f"{home} has no silicon_sample.csv; run python -m benchmarks.fit_profiles")
-    return found[0]
+    return paths[0]
 
 
 def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
     """Return the rows that a built-in profile fits, and why others do not."""
-    known, rows, left = measured(), [], Counter[str]()
+    measured_keys, rows, left = measured(), [], Counter[str]()
     with path.open() as file:
-        for given in csv.DictReader(file):
-            if given["backend"] != "vllm":
+        for row in csv.DictReader(file):
+            if row["backend"] != "vllm":
                 continue
-            if (why := _unfit(given)) is not None:
+            if (why := _unfit(row)) is not None:
                 left[why] += 1
                 continue
-            dtype = "fp8" if given["precision"] == "fp8" else "bf16"
-            system = given["system"].removesuffix("_sxm")
-            key = ProfileKey(MODELS[given["model_path"]], system, dtype, int(given["tp_size"]))
-            if key not in known:
+            dtype = "fp8" if row["precision"] == "fp8" else "bf16"
+            system = row["system"].removesuffix("_sxm")
+            key = ProfileKey(MODELS[row["model_path"]], system, dtype, int(row["tp_size"]))
+            if key not in measured_keys:
                 left["no profile of this size"] += 1
                 continue
             rows.append(
                 Row(
                     *(key.model, key.system, key.dtype, key.tp),
-                    int(given["batch_size"]),
-                    int(given["isl"]),
-                    int(given["osl"]),
-                    given["backend_version"] or "unknown",
-                    float(given["silicon_tpot_ms"]),
-                    float(given["silicon_ttft_ms"]),
+                    int(row["batch_size"]),
+                    int(row["isl"]),
+                    int(row["osl"]),
+                    row["backend_version"] or "unknown",
+                    float(row["silicon_tpot_ms"]),
+                    float(row["silicon_ttft_ms"]),
                 )
             )
     return rows, left
 
 
-def _unfit(given: Mapping[str, str]) -> str | None:
-    if given["model_path"] not in MODELS:
+def _unfit(row: Mapping[str, str]) -> str | None:
+    if row["model_path"] not in MODELS:
         return "another model"
-    if given["mode"] != "agg":
+    if row["mode"] != "agg":
         return "separate prefill and decode workers"
-    if given["precision"] not in ("", "fp8", "bf16"):
+    if row["precision"] not in ("", "fp8", "bf16"):
         return "another precision"
-    if given["pp_size"] not in ("", "1") or given["attention_dp_size"] not in ("", "1"):
+    if row["pp_size"] not in ("", "1") or row["attention_dp_size"] not in ("", "1"):
         return "pipeline or data parallel"
-    widths = [int(given[name] or 1) for name in ("moe_tp_size", "moe_ep_size")]
-    if "A22B" in given["model_path"] and widths[0] * widths[1] != int(given["tp_size"]):
+    widths = [int(row[name] or 1) for name in ("moe_tp_size", "moe_ep_size")]
+    if "A22B" in row["model_path"] and widths[0] * widths[1] != int(row["tp_size"]):
         return "another layout of the experts"
     return None
 
@@ -192,10 +192,10 @@ def predict(row: Row) -> Row:
 
 def sets(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Yield the rows of each model, precision, system and vLLM."""
-    found: dict[str, list[Row]] = {}
+    by_set: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(f"{row.deployment}, vLLM {row.version}", []).append(row)
-    yield from found.items()
+        by_set.setdefault(f"{row.deployment}, vLLM {row.version}", []).append(row)
+    yield from by_set.items()
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
@@ -227,10 +227,10 @@ def _times(error: float) -> str:
     return f"{error:.0%}" if error < 10 else f"{1 + error:.0f} x"
 
 
-def _front(found: Mapping[str, float]) -> str:
-    if "front_ms" not in found:
+def _front(figures: Mapping[str, float]) -> str:
+    if "front_ms" not in figures:
         return "-"
-    return f"{found['ttft_median_with_front']:.0%} ({found['front_ms']:.0f} ms)"
+    return f"{figures['ttft_median_with_front']:.0%} ({figures['front_ms']:.0f} ms)"
 
 
 def main() -> int:
@@ -238,20 +238,21 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true", help="print each row")
     parser.add_argument("--save", type=Path, metavar="FILE.json")
     args = parser.parse_args()
-    given, left = read_rows(sample_path())
-    rows = [predict(row) for row in given]
+    samples, left = read_rows(sample_path())
+    rows = [predict(row) for row in samples]
     print(
         f"{'set':40}{'rows':>5}{'TPOT median':>13}{'worst':>7}{'TTFT median':>14}{'worst':>8}"
         f"  {'with front':>12}"
     )
     for name, of_set in sets(rows):
-        found = summary(of_set)
+        figures = summary(of_set)
         print(
-            f"{name:40}{len(of_set):5}{found['tpot_median']:10.1%} ({found['tpot_bias']:+.0%})"
-            f"{found['tpot_worst']:7.0%}{found['ttft_median']:7.0%} ({found['ttft_bias']:+.0%})"
-            f"{_times(found['ttft_worst']):>8}  {_front(found):>12}"
+            f"{name:40}{len(of_set):5}{figures['tpot_median']:10.1%} ({figures['tpot_bias']:+.0%})"
+            f"{figures['tpot_worst']:7.0%}"
+            f"{figures['ttft_median']:7.0%} ({figures['ttft_bias']:+.0%})"
+            f"{_times(figures['ttft_worst']):>8}  {_front(figures):>12}"
         )
-        over = found["tpot_median"] > TPOT_TARGET or found["ttft_median"] > TTFT_TARGET
+        over = figures["tpot_median"] > TPOT_TARGET or figures["ttft_median"] > TTFT_TARGET
         if over:
             why = REASONS.get(of_set[0].deployment, "no reason known")
             print(f"    above {TPOT_TARGET:.0%} or {TTFT_TARGET:.0%}: {why}")

@@ -108,7 +108,7 @@ def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
 
     names = rounds[0]["classes"]
-    classes = {name: of([each["classes"][name] for each in rounds]) for name in names}
+    classes = {name: of([played["classes"][name] for played in rounds]) for name in names}
     return {**of(rounds), "classes": classes}
 
 
@@ -136,42 +136,42 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of computed steps")
     parser.add_argument("--cases", nargs="+", choices=cases([0, 1]), default=[*cases([0, 1])])
     parser.add_argument("--save", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     console = Console()
     engine = real_engine()  # a reference keeps the model alive
     executor = engine.engine_core.engine_core.model_executor
 
     def schedule(seed: int) -> Schedule:
         return Schedule(
-            source=find(given.workload), rate=given.request_rate, duration_s=given.duration,
+            source=find(args.workload), rate=args.request_rate, duration_s=args.duration,
             seed=seed,
         )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_costs(folder, StepTime())
-        fleets = {key: blocks for key, blocks in cases([0, 1]).items() if key in given.cases}
-        found = fit(executor, [*fleets.values()][:2], schedule(FIT), folder)
+        fleets = {key: blocks for key, blocks in cases([0, 1]).items() if key in args.cases}
+        fitted = fit(executor, [*fleets.values()][:2], schedule(FIT), folder)
         console.print(
-            f"fitted to {len(found.fitted)} steps; median error of {len(found.held_out)} others "
-            f"{found.error() or 0.0:.1%}: {found.time}",
+            f"fitted to {len(fitted.fitted)} steps; median error of {len(fitted.held_out)} others "
+            f"{fitted.error() or 0.0:.1%}: {fitted.time}",
             highlight=False,
         )
-        write_costs(folder, found.time)
+        write_costs(folder, fitted.time)
         pairs = []
         for key, blocks in fleets.items():
             computed = partial(ComputedEngine, executor=executor, seen=[])
             rounds = [
-                play(blocks, schedule(COMPARED), computed, folder) for _ in range(given.rounds)
+                play(blocks, schedule(COMPARED), computed, folder) for _ in range(args.rounds)
             ]
             simulated = play(blocks, schedule(COMPARED), ExactEngine, folder)
             pairs.append(Pair(key, median_of(rounds), simulated))
             console.print(f"{key}: {simulated['completed']} requests", style="dim")
     print_comparison(pairs, console)
-    if given.save:
-        content = {"step_time": found.time.to_json(), "error": found.error()}
+    if args.save:
+        content = {"step_time": fitted.time.to_json(), "error": fitted.error()}
         content["cases"] = {p.name: {"real": p.real, "simulated": p.simulated} for p in pairs}
-        given.save.write_text(json.dumps(content) + "\n")
+        args.save.write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":

@@ -203,11 +203,11 @@ def _command(words: Sequence[str]) -> None:
 
 def order(pairs: Sequence[Pair], side: str) -> list[str]:
     """Return the fleets' names, ordered by the TTFT p99 of short prompts."""
-    found: dict[str, float] = {}
+    keys: dict[str, float] = {}
     for pair in pairs:
         classes = getattr(pair, side)["classes"].values()
-        found[pair.name] = max(classes, key=lambda figures: figures["completed"])[ORDER_KEY]
-    return sorted(found, key=found.__getitem__)
+        keys[pair.name] = max(classes, key=lambda figures: figures["completed"])[ORDER_KEY]
+    return sorted(keys, key=keys.__getitem__)
 
 
 def print_comparison(pairs: Sequence[Pair], console: Console) -> int:
@@ -228,7 +228,7 @@ def print_comparison(pairs: Sequence[Pair], console: Console) -> int:
     console.print(f"by short TTFT p99: real {orders[0]}, simulated {orders[1]}: {result}")
     figures = sum(len([*pair.rows()]) for pair in pairs)
     console.print(f"{figures - off} of {figures} figures within {MAX_ERROR:.0%}")
-    busy = [each.real["client_busy"] for each in pairs]
+    busy = [pair.real["client_busy"] for pair in pairs]
     console.print(f"load of the machine {os.getloadavg()[0]:.1f}, client busy {max(busy):.0%}")
     return off
 
@@ -241,19 +241,19 @@ def main() -> None:
     parser.add_argument("--request-rate", help="default: the workload's own times")
     parser.add_argument("--cases", nargs="+", choices=cases([0]), default=[*cases([0])])
     parser.add_argument("--save", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     console = Console()
     cpus = sorted(os.sched_getaffinity(0))[:2]
-    load = ["--workload", given.workload, "--duration", given.duration]
-    load += ["--request-rate", given.request_rate] if given.request_rate else []
+    load = ["--workload", args.workload, "--duration", args.duration]
+    load += ["--request-rate", args.request_rate] if args.request_rate else []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(given.costs or name)
-        fleets = {key: each for key, each in cases(cpus).items() if key in given.cases}
+        folder = Path(args.costs or name)
+        fleets = {key: blocks for key, blocks in cases(cpus).items() if key in args.cases}
         for blocks in fleets.values():
             calibrate(blocks["workers"][0], folder, console)
         pairs = [run_case(name, blocks, folder, load, console) for name, blocks in fleets.items()]
         print_comparison(pairs, console)
-        if given.save:
+        if args.save:
             content = {
                 "costs": {
                     name: json.loads((folder / name).read_text())
@@ -262,7 +262,7 @@ def main() -> None:
                 },
                 "cases": {p.name: {"real": p.real, "simulated": p.simulated} for p in pairs},
             }
-            given.save.write_text(json.dumps(content) + "\n")
+            args.save.write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":

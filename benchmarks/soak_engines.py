@@ -81,7 +81,7 @@ async def fetch_workers(admin: int) -> dict[str, dict[str, object]]:
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{admin}/admin/workers") as answer,
         ):
-            return {each["name"]: each for each in await answer.json()}
+            return {worker["name"]: worker for worker in await answer.json()}
     return {}
 
 
@@ -89,14 +89,14 @@ async def wait_both_up(admin: int, timeout_s: float) -> bool:
     """Return whether both workers are up within the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = await fetch_workers(admin)
-        if len(found) == 2 and all(each["state"] in UP_STATES for each in found.values()):
+        workers = await fetch_workers(admin)
+        if len(workers) == 2 and all(worker["state"] in UP_STATES for worker in workers.values()):
             return True
         await asyncio.sleep(0.5)
     return False
 
 
-async def soak(given: argparse.Namespace) -> int:
+async def soak(args: argparse.Namespace) -> int:
     """Run the fleet under load, print a summary and return the exit status."""
     first, second, port, admin = (free_port() for _ in range(4))
     with tempfile.TemporaryDirectory() as name:
@@ -112,24 +112,24 @@ async def soak(given: argparse.Namespace) -> int:
             if not await wait_both_up(admin, READY_TIMEOUT_S):
                 print((folder / "up.log").read_text()[-3000:])
                 return 1
-            return await _run(given, port, admin, {"w0": first, "w1": second})
+            return await _run(args, port, admin, {"w0": first, "w1": second})
         finally:
             if up.returncode is None:
                 up.terminate()
                 await up.wait()
 
 
-async def _run(given: argparse.Namespace, port: int, admin: int, ports: dict[str, int]) -> int:
-    rng = random.Random(given.seed)
-    load = ClientLoad(port, given.seed, sizes=(10, 200, 2000, 8000), timeout_s=REQUEST_TIMEOUT_S)
+async def _run(args: argparse.Namespace, port: int, admin: int, ports: dict[str, int]) -> int:
+    rng = random.Random(args.seed)
+    load = ClientLoad(port, args.seed, sizes=(10, 200, 2000, 8000), timeout_s=REQUEST_TIMEOUT_S)
     load.judge = classify
-    until = time.monotonic() + given.minutes * 60
+    until = time.monotonic() + args.minutes * 60
     is_over = lambda: time.monotonic() > until  # noqa: E731
     recovered_s: list[float] = []
 
     async def kill_workers() -> None:
         while True:
-            await asyncio.sleep(given.kill_every)
+            await asyncio.sleep(args.kill_every)
             if is_over():
                 return
             name = rng.choice(sorted(ports))
@@ -142,16 +142,16 @@ async def _run(given: argparse.Namespace, port: int, admin: int, ports: dict[str
                 recovered_s.append(time.monotonic() - killed)
             print(f"{name} was killed: {json.dumps(load.outcomes)}", flush=True)
 
-    await asyncio.gather(kill_workers(), *(load.play(n, is_over) for n in range(given.clients)))
+    await asyncio.gather(kill_workers(), *(load.play(n, is_over) for n in range(args.clients)))
     ready = await wait_both_up(admin, DRAIN_TIMEOUT_S)
     deadline = time.monotonic() + DRAIN_TIMEOUT_S
     while True:
-        found = await fetch_workers(admin)
-        busy = {name: each["requests"] for name, each in found.items() if each["requests"]}
+        workers = await fetch_workers(admin)
+        busy = {name: worker["requests"] for name, worker in workers.items() if worker["requests"]}
         if not busy or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.5)
-    times = ", ".join(f"{each:.0f} s" for each in recovered_s)
+    times = ", ".join(f"{seconds:.0f} s" for seconds in recovered_s)
     print(f"{load.sent} sent: {json.dumps(load.outcomes)}; slowest {load.slowest_s:.1f} s")
     print(f"killed {len(recovered_s)} times, both up again after {times or 'never'}")
     print(f"both up at the end: {ready}; in flight: {busy or 'nothing'}; wrong: {load.wrong}")

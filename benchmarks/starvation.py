@@ -85,7 +85,7 @@ class Scene:
 
     def side(self, bound_s: float) -> Side:
         """Return a worker's policies with this bound."""
-        settings = {name: dict(given) for name, given in self.policies.items()}
+        settings = {name: dict(values) for name, values in self.policies.items()}
         for policy, key in self.bounds:
             settings[policy][key] = bound_s
         return Side.from_policies(settings)
@@ -218,7 +218,7 @@ class Clients:
 async def background_load(clients: Clients, scene: Scene) -> AsyncIterator[None]:
     """Keep the scene's short and background requests in flight."""
     kinds = [*scene.background, *[scene.shorts] * scene.short_count]
-    tasks = [asyncio.create_task(clients.send_forever(each)) for each in kinds]
+    tasks = [asyncio.create_task(clients.send_forever(kind)) for kind in kinds]
     try:
         while clients.done < scene.short_count // 2:
             await asyncio.sleep(POLL_S)
@@ -329,7 +329,9 @@ def make_table(bound_s: float) -> Table:
 def add_rows(layout: Table, name: str, bounded: SceneResult, unbounded: SceneResult) -> None:
     for what, kind in bounded.kinds.items():
         times = sorted(kind.waited_s)
-        shown = [f"{each:.2f} s" for each in (times[0], fmean(times), times[-1])] if times else []
+        shown = (
+            [f"{seconds:.2f} s" for seconds in (times[0], fmean(times), times[-1])] if times else []
+        )
         still = unbounded.kinds[what].still_s
         waiting = f"{len(still)} wait after {min(still):.1f} s" if still else "started"
         layout.add_row(name, what, str(len(times)), *(shown or ["-"] * 3), waiting)
@@ -347,17 +349,17 @@ def format_metrics(name: str, metrics: WorkerMetrics, shorts: str = "short") -> 
 
 
 async def run_scenes(
-    given: argparse.Namespace, console: Console, folder: Path
+    args: argparse.Namespace, console: Console, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """Play the scenes; return their results and failures."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     failed: list[str] = []
-    with ProgressReporter(console) as narrator:
+    with ProgressReporter(console) as reporter:
         for name, scene in SCENES.items():
-            if given.only not in name:
+            if args.only not in name:
                 continue
             made: list[tuple[Worker, Path]] = []
-            for role, bound_s in (("bounded", given.bound), ("unbounded", NEVER_S)):
+            for role, bound_s in (("bounded", args.bound), ("unbounded", NEVER_S)):
                 trace = folder / f"{name}.{role}.json".replace(", ", "-")
                 flags = [*FLAGS, *trace_flags(())]
                 side = scene.side(bound_s)
@@ -366,21 +368,21 @@ async def run_scenes(
                            env=trace_variables(trace)),
                     trace,
                 ))  # fmt: skip
-            async with running([each for each, _ in made], narrator):
-                narrator.step(f"{name}: {given.rounds} rounds with a bound of {given.bound:g} s")
+            async with running([engine for engine, _ in made], reporter):
+                reporter.step(f"{name}: {args.rounds} rounds with a bound of {args.bound:g} s")
                 bounded = await play(
-                    scene, *made[0], given.rounds, UNBOUNDED_FACTOR * given.bound + LATE_S
+                    scene, *made[0], args.rounds, UNBOUNDED_FACTOR * args.bound + LATE_S
                 )
-                narrator.step(f"{name}: one round without a bound")
-                unbounded = await play(scene, *made[1], 1, UNBOUNDED_FACTOR * given.bound)
-            layout = make_table(given.bound)
+                reporter.step(f"{name}: one round without a bound")
+                unbounded = await play(scene, *made[1], 1, UNBOUNDED_FACTOR * args.bound)
+            layout = make_table(args.bound)
             add_rows(layout, name, bounded, unbounded)
             console.print(layout)
             metrics = format_metrics(name, bounded.told, scene.shorts.what)
             console.print(metrics, highlight=False)
-            failed += failures(name, bounded, unbounded, given.bound)
-            found[name] = {"bounded": asdict(bounded), "unbounded": asdict(unbounded)}
-    return found, failed
+            failed += failures(name, bounded, unbounded, args.bound)
+            results[name] = {"bounded": asdict(bounded), "unbounded": asdict(unbounded)}
+    return results, failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -390,18 +392,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--only", default="", help="run the scenes whose names contain this")
     options.add_argument("--save", type=Path, help="write the figures as JSON")
-    given = options.parse_args(arguments)
+    args = options.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else CONSOLE_WIDTH)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found, failed = asyncio.run(run_scenes(given, console, Path(folder)))
+            results, failed = asyncio.run(run_scenes(args, console, Path(folder)))
     except (VllmSchedError, WireError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
-    for each in failed:
-        console.print(each, style="red", highlight=False)
-    if given.save:
-        given.save.write_text(json.dumps(found, indent=1) + "\n")
+    for failure in failed:
+        console.print(failure, style="red", highlight=False)
+    if args.save:
+        args.save.write_text(json.dumps(results, indent=1) + "\n")
     return int(bool(failed))
 
 

@@ -151,8 +151,8 @@ async def draw(scheme: str) -> bytes:
             )
             picture = await page.picture(x=0, y=0, width=1280, height=height + 24)
             print(await page.run("statusPage"))
-            for each in requests:
-                each.cancel()
+            for request in requests:
+                request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
         await app.stop()
     for fake in fakes.values():
@@ -164,10 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
-    given = parser.parse_args()
-    picture = uvloop.run(draw(given.scheme))
-    given.out.write_bytes(picture)
-    print(f"{given.out}: {len(picture) / 1024:.0f} KiB")
+    args = parser.parse_args()
+    picture = uvloop.run(draw(args.scheme))
+    args.out.write_bytes(picture)
+    print(f"{args.out}: {len(picture) / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

@@ -169,8 +169,8 @@ def measure(
     """Return the median seconds of both sides, as `take_step` measures them."""
     make = make_skipping if slots in SKIPPED else make_loaded
     schedulers = [
-        make(kind, given, waiting, slots)
-        for kind, given in zip(kinds, (None, policies), strict=True)
+        make(kind, side_policies, waiting, slots)
+        for kind, side_policies in zip(kinds, (None, policies), strict=True)
     ]
     reserves: list[list[Any]] = [[], []]
     times: list[list[tuple[float, float]]] = [[], []]
@@ -181,7 +181,7 @@ def measure(
             times[side].append(take_step(schedulers[side]))
     assert all(len(scheduler.running) == RUNNING for scheduler in schedulers)
     assert all(len(scheduler.waiting) == waiting for scheduler in schedulers)
-    calls, wholes = ([[each[i] for each in side[5:]] for side in times] for i in (0, 1))
+    calls, wholes = ([[step[i] for step in side[5:]] for side in times] for i in (0, 1))
     return [statistics.median(side) for side in calls], [statistics.median(s) for s in wholes]
 
 
@@ -216,8 +216,8 @@ def main() -> None:
                     calls, wholes = zip(*rounds, strict=True)
                     theirs, ours = (statistics.median(side) for side in zip(*calls, strict=True))
                     ratio, whole = (
-                        statistics.median(mine / other for other, mine in each)
-                        for each in (calls, wholes)
+                        statistics.median(mine / other for other, mine in times)
+                        for times in (calls, wholes)
                     )
                     table.add_row(
                         label, name, slots, f"{waiting:,}", f"{theirs * 1e6:.0f}",

@@ -45,7 +45,7 @@ class Agents(TrafficSource):
     def requests(self, rng: random.Random) -> Iterator[Request]:
         """Yield the first turn of each session, then the load."""
         cached = [rng.randint(100_000, 300_000) for _ in range(SESSIONS)]
-        found = [
+        drawn = [
             Request(number * START_S / SESSIONS, WARM, tokens, 1, shared=((f"s{number}", tokens),))
             for number, tokens in enumerate(cached)
         ]
@@ -53,16 +53,16 @@ class Agents(TrafficSource):
             now = START_S
             while (now := now + rng.expovariate(rate)) < START_S + SECONDS:
                 if klass == FRESH:
-                    found.append(Request(now, FRESH, rng.randint(50_000, 200_000), self.output[0]))
+                    drawn.append(Request(now, FRESH, rng.randint(50_000, 200_000), self.output[0]))
                     continue
                 session = rng.randrange(SESSIONS)
                 new = int(math.exp(rng.uniform(math.log(200), math.log(8_000))))
                 tokens = cached[session]
                 shared = ((f"s{session}", tokens),)
-                found.append(
+                drawn.append(
                     Request(now, TURN, tokens + new, rng.randint(*self.output), "", shared)
                 )
-        yield from sorted(found, key=lambda request: request.at)
+        yield from sorted(drawn, key=lambda request: request.at)
 
 
 def fleet() -> SimulatedFleet:
@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("weight  turns' TTFT p50  p90  p99  fresh prompts' mean  p99, in seconds  failed")
     for weight in args.weights:
         played = [
-            each
+            outcome
             for s in args.seeds
-            for each in play(s, weight, args.turns, args.fresh, tuple(args.output))
+            for outcome in play(s, weight, args.turns, args.fresh, tuple(args.output))
         ]
         good = {
             klass: [o.ttft for o in played if o.klass == klass and o.good]

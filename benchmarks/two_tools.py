@@ -117,11 +117,11 @@ TOOLS: Final = {"ours": ours, "theirs": theirs}
 
 async def measure_round(load: Load, number: int, folder: Path) -> dict[str, dict[str, float]]:
     """Measure with both tools, in alternating order."""
-    found = {}
+    by_tool = {}
     for name in sorted(TOOLS, reverse=bool(number % 2)):
         result = await TOOLS[name](load, folder, seed=number)
-        found[name] = {key: result[key] for key in (*EXACTLY, *RATES, *LATENCIES)}
-    return found
+        by_tool[name] = {key: result[key] for key in (*EXACTLY, *RATES, *LATENCIES)}
+    return by_tool
 
 
 @dataclass(frozen=True)
@@ -143,28 +143,28 @@ class Figure:
         if self.key in EXACTLY:
             return {*self.ours} != {*self.theirs}
         gap = abs(statistics.median(self.ours) - statistics.median(self.theirs))
-        return gap > max(max(each) - min(each) for each in (self.ours, self.theirs))
+        return gap > max(max(values) - min(values) for values in (self.ours, self.theirs))
 
 
 def figures(rounds: Rounds) -> list[Figure]:
     return [
-        Figure(key, *([each[key] for each in rounds[name]] for name in TOOLS))
+        Figure(key, *([played[key] for played in rounds[name]] for name in TOOLS))
         for key in (*EXACTLY, *RATES, *LATENCIES)
     ]
 
 
-def table(found: Sequence[Figure]) -> Table:
+def table(figures: Sequence[Figure]) -> Table:
     """Return the table of medians, with minimum and maximum in brackets."""
     layout = Table(box=box.MARKDOWN)
     layout.add_column("")
     for title in ("ours", "theirs", "ours / theirs", "told apart"):
         layout.add_column(title, justify="right")
-    for each in found:
+    for figure in figures:
         sides = (
             f"{statistics.median(side):,.4g} ({min(side):,.4g} to {max(side):,.4g})"
-            for side in (each.ours, each.theirs)
+            for side in (figure.ours, figure.theirs)
         )
-        layout.add_row(each.key, *sides, f"{each.ratio:.3f}", "yes" if each.apart else "no")
+        layout.add_row(figure.key, *sides, f"{figure.ratio:.3f}", "yes" if figure.apart else "no")
     return layout
 
 
@@ -172,10 +172,10 @@ def read_rounds(path: Path, load: Load) -> Rounds:
     """Return the rounds of earlier runs with the same load."""
     if not path.exists():
         return {name: [] for name in TOOLS}
-    known: Mapping[str, Any] = json.loads(path.read_text())
-    if known["load"] != asdict(replace(load, url="")):
-        raise SystemExit(f"{path} is of another load: {known['load']}")
-    return dict(known["rounds"])
+    saved: Mapping[str, Any] = json.loads(path.read_text())
+    if saved["load"] != asdict(replace(load, url="")):
+        raise SystemExit(f"{path} is of another load: {saved['load']}")
+    return dict(saved["rounds"])
 
 
 def main() -> int:
@@ -188,27 +188,27 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
     parser.add_argument("--output", type=int, default=32, help="tokens")
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="add to the rounds there")
-    given = parser.parse_args()
+    args = parser.parse_args()
     load = Load(
-        "", MODEL, given.num_requests, given.request_rate, given.prompt, given.output,
-        given.concurrency,
+        "", MODEL, args.num_requests, args.request_rate, args.prompt, args.output,
+        args.concurrency,
     )  # fmt: skip
-    rounds = read_rounds(given.add, load) if given.add else {name: [] for name in TOOLS}
+    rounds = read_rounds(args.add, load) if args.add else {name: [] for name in TOOLS}
     first = len(rounds["ours"])
     with (
         tempfile.TemporaryDirectory() as name,
         launch.worker(model=str(tiny_model()), flags=FLAGS, name="w0") as worker,
     ):
-        here, folder = replace(load, url=worker.url), Path(name)
-        asyncio.run(ours(replace(here, requests=20), folder, seed=-1))  # warm-up
-        for number in range(first, first + given.rounds):
-            for tool, result in asyncio.run(measure_round(here, number, folder)).items():
+        at_worker, folder = replace(load, url=worker.url), Path(name)
+        asyncio.run(ours(replace(at_worker, requests=20), folder, seed=-1))  # warm-up
+        for number in range(first, first + args.rounds):
+            for tool, result in asyncio.run(measure_round(at_worker, number, folder)).items():
                 rounds[tool].append(result)
-            if given.add:
-                given.add.write_text(json.dumps({"load": asdict(load), "rounds": rounds}) + "\n")
+            if args.add:
+                args.add.write_text(json.dumps({"load": asdict(load), "rounds": rounds}) + "\n")
     compared = figures(rounds)
     Console(width=120).print(table(compared))
-    apart = [each.key for each in compared if each.apart]
+    apart = [figure.key for figure in compared if figure.apart]
     print(f"{len(rounds['ours'])} rounds; told apart: {', '.join(apart) or 'nothing'}")
     return int(bool(apart))
 

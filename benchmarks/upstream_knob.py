@@ -31,8 +31,9 @@ from vllm_sched.bench.compare.compare import (
     measure,
     running,
 )
-from vllm_sched.bench.compare.report import RATE, SECONDS, percentile, show, total_rate, ttfts
+from vllm_sched.bench.compare.report import RATE, SECONDS, show, total_rate, ttfts
 from vllm_sched.bench.compare.workloads import LONG, SHORT, long_blocks_short
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 from vllm_sched.workers.tiny_model import tiny_model
@@ -89,33 +90,33 @@ async def survey(
     ours: Side,
     others: Mapping[str, Side],
     plans: Sequence[ComparisonPlan],
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
 ) -> list[list[Duel]]:
     """Compare our side with every other side under every plan; return a list per plan."""
     duels: list[list[Duel]] = [[] for _ in plans]
     ours_up = contender(ours.name, ours, plans[0])
-    async with running([ours_up.worker], narrator):
+    async with running([ours_up.worker], reporter):
         for name, side in others.items():
             other = contender(f"threshold {name}", side, plans[0])
-            async with running([other.worker], narrator):
-                for plan, found in zip(plans, duels, strict=True):
+            async with running([other.worker], reporter):
+                for plan, plan_duels in zip(plans, duels, strict=True):
                     a, b = replace(ours_up, rounds=[]), replace(other, rounds=[])
-                    await measure((a, b), plan, narrator)
-                    found.append(Duel(name, summarise(b), summarise(a)))
+                    await measure((a, b), plan, reporter)
+                    plan_duels.append(Duel(name, summarise(b), summarise(a)))
     return duels
 
 
-def summarise(each: Contender) -> Result:
+def summarise(contender: Contender) -> Result:
     """Return the figures of a contender's rounds."""
-    shorts, longs = ttfts(each.rounds, SHORT), ttfts(each.rounds, LONG)
+    shorts, longs = ttfts(contender.rounds, SHORT), ttfts(contender.rounds, LONG)
     missing = float("inf")  # worse than any time
     return Result(
         percentile(shorts, 50) or missing,
         percentile(shorts, 99) or missing,
         statistics.fmean(longs) if longs else missing,
         max(longs, default=missing),
-        statistics.median(total_rate(played) or 0.0 for played in each.rounds),
-        len(each.failed),
+        statistics.median(total_rate(played) or 0.0 for played in contender.rounds),
+        len(contender.failed),
     )
 
 
@@ -178,20 +179,20 @@ def main() -> int:
             )
             for longs in args.longs
         ]
-        with ProgressReporter(console) as narrator:
-            found = asyncio.run(survey(ours, settings(args.thresholds), plans, narrator))
+        with ProgressReporter(console) as reporter:
+            results = asyncio.run(survey(ours, settings(args.thresholds), plans, reporter))
     except VllmSchedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
-    for longs, duels in zip(args.longs, found, strict=True):
+    for longs, duels in zip(args.longs, results, strict=True):
         console.print(table(f"{longs} long prompts", ours.name, duels))
         console.print(verdict(ours.name, duels), highlight=False)
         console.print()
     if args.save:
-        by_load = [[asdict(duel) for duel in duels] for duels in found]
+        by_load = [[asdict(duel) for duel in duels] for duels in results]
         text = json.dumps(dict(zip(map(str, args.longs), by_load, strict=True)), indent=1)
         args.save.write_text(text + "\n")
-    return int(any(d.ours.failed or d.theirs.failed for duels in found for d in duels))
+    return int(any(d.ours.failed or d.theirs.failed for duels in results for d in duels))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def make_folder(memory: Path = MEMORY) -> Path:
 
 def _usable(memory: Path) -> Path | None:
     try:
-        found = os.statvfs(memory)
+        status = os.statvfs(memory)
     except OSError:
         return None
-    has_room = found.f_bavail * found.f_frsize >= MIN_FREE_BYTES
+    has_room = status.f_bavail * status.f_frsize >= MIN_FREE_BYTES
     return memory if has_room and os.access(memory, os.W_OK | os.X_OK) else None

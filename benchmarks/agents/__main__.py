@@ -35,14 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         (side, Load(args.sessions, at_once, seed, args.fluid, args.slots))
         for at_once, side, seed in product(args.at_once, args.rows, args.seeds)
     ]
-    found: dict[int, report.Found] = defaultdict(lambda: defaultdict(list))
+    by_load: dict[int, report.RunsBySide] = defaultdict(lambda: defaultdict(list))
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for (side, load), figures in zip(jobs, pool.map(play, jobs), strict=True):
-            of_load = found[load.at_once]
+            of_load = by_load[load.at_once]
             of_load[side].append(figures)
             if (side, load.seed) == (args.rows[-1], args.seeds[-1]):
                 console.print(report.table(load.at_once, of_load))
-    for line in report.verdicts(found):
+    for line in report.verdicts(by_load):
         print(line)
     return 0
 

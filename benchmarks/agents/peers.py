@@ -67,13 +67,13 @@ class WeightedScores(Rule):
 
     def choose(self, view: View) -> Decision | None:
         seen = [self._engines[worker.name].gauges(view.now) for worker in view.candidates]
-        queues = queue_scores([each.waiting for each in seen])
+        queues = queue_scores([gauges.waiting for gauges in seen])
         prompt = max(view.info.prompt_tokens, 1)
         scores = [
             self.PREFIX * worker.cached_tokens(view.cached_prefixes) / prompt
             + self.QUEUE * queue
-            + self.KV_USAGE * (1.0 - each.kv_usage)
-            for worker, queue, each in zip(view.candidates, queues, seen, strict=True)
+            + self.KV_USAGE * (1.0 - gauges.kv_usage)
+            for worker, queue, gauges in zip(view.candidates, queues, seen, strict=True)
         ]
         # Equal scores are rare: usages differ.
         chosen = view.candidates[max(range(len(scores)), key=scores.__getitem__)]
@@ -88,4 +88,4 @@ def queue_scores(waiting: Sequence[int]) -> list[float]:
     most, least = max(waiting), min(waiting)
     if most == least:
         return [1.0] * len(waiting)
-    return [(most - each) / (most - least) for each in waiting]
+    return [(most - length) / (most - least) for length in waiting]

@@ -215,18 +215,18 @@ def figures(fleet: SessionFleet, load: Load) -> Figures:
     """Return the figures from the warm-up to the start of the last session."""
     start, end = START_S * load.at_once + WARM_UP_S, fleet.last_start
     seconds = end - start
-    turns = [each for each in fleet.served if start <= each.at < end]
-    late = [is_late(each, fleet.alone) for each in turns]
+    turns = [turn for turn in fleet.served if start <= turn.at < end]
+    late = [is_late(turn, fleet.alone) for turn in turns]
     judged = list(zip(turns, late, strict=True))
-    good = sum(not (too_late or each.failed or each.tpot > TPOT_S) for each, too_late in judged)
-    late_firsts = [too_late for each, too_late in judged if not each.turn.request.turn]
-    tasks = [each for each in fleet.tasks if each.began >= start]
-    took = [each.ended - each.began for each in tasks]
-    alone = [alone_s(each.session, fleet.alone) for each in tasks]
+    good = sum(not (too_late or turn.failed or turn.tpot > TPOT_S) for turn, too_late in judged)
+    late_firsts = [too_late for turn, too_late in judged if not turn.turn.request.turn]
+    tasks = [task for task in fleet.tasks if task.began >= start]
+    took = [task.ended - task.began for task in tasks]
+    alone = [alone_s(task.session, fleet.alone) for task in tasks]
     stretch = [task / idle for task, idle in zip(took, alone, strict=True)]
-    ttfts = [each.ttft for each in turns]
-    prompts = sum(each.turn.request.prompt_tokens for each in turns)
-    outputs = sum(each.turn.request.output_tokens for each in turns)
+    ttfts = [turn.ttft for turn in turns]
+    prompts = sum(turn.turn.request.prompt_tokens for turn in turns)
+    outputs = sum(turn.turn.request.output_tokens for turn in turns)
     engines = [engine.facts() for engine in fleet.engines.values()]
 
     def at(samples: Sequence[float], percent: float) -> float:
@@ -243,10 +243,10 @@ def figures(fleet: SessionFleet, load: Load) -> Figures:
         ttft_p50=at(ttfts, 50),
         ttft_p90=at(ttfts, 90),
         ttft_p99=at(ttfts, 99),
-        tpot_p90=at([each.tpot for each in turns], 90),
-        hit=sum(each.cached for each in turns) / prompts,
+        tpot_p90=at([turn.tpot for turn in turns], 90),
+        hit=sum(turn.cached for turn in turns) / prompts,
         tokens_per_s=(prompts + outputs) / seconds,
-        failed=sum(each.failed for each in turns),
+        failed=sum(turn.failed for turn in turns),
         late_ttft=sum(late) / len(turns),
         late_first=sum(late_firsts) / max(len(late_firsts), 1),
         preemptions=sum(facts.get("preemptions", 0) for facts in engines),
@@ -262,10 +262,10 @@ def alone_s(session: Session, alone: Alone) -> float:
 
     Sub-agents run side by side.
     """
-    found = 0.0
+    total_s = 0.0
     for turn in session:
         request = turn.request
-        found += alone.turn_s(request)
-        found += turn.think_s if request.turn else 0.0
-        found += max((alone_s(fork, alone) for fork in turn.forks), default=0.0)
-    return found
+        total_s += alone.turn_s(request)
+        total_s += turn.think_s if request.turn else 0.0
+        total_s += max((alone_s(fork, alone) for fork in turn.forks), default=0.0)
+    return total_s

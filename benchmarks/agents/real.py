@@ -100,7 +100,7 @@ async def session(
     rng, texts, began = random.Random(f"{seed}/{part}"), Texts(seed), time.monotonic()
     name = f"{side}/{part}"  # equal sizes for each side, and other words
     messages: list[Any] = []
-    found = []
+    done = []
     for number in range(turns):
         words = rng.randint(*(TURN_WORDS if number else FIRST_WORDS))
         messages.append({"role": "user", "content": texts.text(f"{name}/{number}", words)})
@@ -118,10 +118,10 @@ async def session(
         assert usage is not None
         details = usage.prompt_tokens_details
         cached = (details.cached_tokens if details else 0) or 0
-        found.append(Turn(number, (first or time.monotonic()) - sent, usage.prompt_tokens, cached))
+        done.append(Turn(number, (first or time.monotonic()) - sent, usage.prompt_tokens, cached))
         messages.append({"role": "assistant", "content": answer})
         await asyncio.sleep(THINK_S * rng.random())
-    return found, time.monotonic() - began
+    return done, time.monotonic() - began
 
 
 async def play(port: int, side: str, parts: Sequence[str], turns: int, seed: int) -> Played:
@@ -129,14 +129,16 @@ async def play(port: int, side: str, parts: Sequence[str], turns: int, seed: int
     url = f"http://127.0.0.1:{port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         ended = await asyncio.gather(*(session(client, side, part, turns, seed) for part in parts))
-    return Played([turn for each, _ in ended for turn in each], [took for _, took in ended])
+    return Played(
+        [turn for session_turns, _ in ended for turn in session_turns], [took for _, took in ended]
+    )
 
 
-def table(found: dict[str, Played]) -> Table:
+def table(by_side: dict[str, Played]) -> Table:
     """Return the figures; those of turns leave the first ones out."""
     headings = "", "TTFT p50", "TTFT p90", "hits", "task p50", "task p90"
     layout = Table(*headings, box=box.MARKDOWN)
-    for side, played in found.items():
+    for side, played in by_side.items():
         later = [turn for turn in played.turns if turn.number]
         ttfts = [turn.ttft_s * 1000 for turn in later]
         layout.add_row(
@@ -148,11 +150,11 @@ def table(found: dict[str, Played]) -> Table:
     return layout
 
 
-async def compare(given: argparse.Namespace) -> dict[str, Played]:
+async def compare(args: argparse.Namespace) -> dict[str, Played]:
     """Return what each router's sessions took."""
     ports = [free_port(), free_port()]
     routers = {OURS: (free_port(), free_port()), IN_TURN: (free_port(), free_port())}
-    found = {side: Played([], []) for side in routers}
+    by_side = {side: Played([], []) for side in routers}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         up = fleet_file(ports, *routers[OURS], policy=None)
@@ -161,13 +163,13 @@ async def compare(given: argparse.Namespace) -> dict[str, Played]:
             running(folder, "up", up, routers[OURS][1]),
             running(folder, "router", beside, routers[IN_TURN][1]),
         ):
-            for each in range(given.rounds):
-                parts = [f"{each}/{number}" for number in range(given.sessions)]
-                for side in sorted(routers, reverse=bool(each % 2)):
-                    played = await play(routers[side][0], side, parts, given.turns, given.seed)
-                    found[side].turns.extend(played.turns)
-                    found[side].tasks_s.extend(played.tasks_s)
-    return found
+            for number in range(args.rounds):
+                parts = [f"{number}/{part}" for part in range(args.sessions)]
+                for side in sorted(routers, reverse=bool(number % 2)):
+                    played = await play(routers[side][0], side, parts, args.turns, args.seed)
+                    by_side[side].turns.extend(played.turns)
+                    by_side[side].tasks_s.extend(played.tasks_s)
+    return by_side
 
 
 def main(argv: Sequence[str] | None = None) -> int:

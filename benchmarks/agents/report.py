@@ -18,19 +18,19 @@ HEADINGS: Final = (
     "", "turns/s in time", "in time", "task p50", "p90", "x alone p50", "p90",
     "TTFT p50", "p90", "p99", "TPOT p90", "hits", "tokens/s", "failed",
 )  # fmt: skip
-Found: TypeAlias = dict[str, list[Figures]]  # of each side, by seed
+RunsBySide: TypeAlias = dict[str, list[Figures]]  # by seed
 
 
 def mean(runs: list[Figures], figure: str) -> float:
-    return fmean(getattr(each, figure) for each in runs)
+    return fmean(getattr(run, figure) for run in runs)
 
 
-def table(at_once: int, found: Found) -> Table:
+def table(at_once: int, by_side: RunsBySide) -> Table:
     title = f"{at_once} sessions at once"
     layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in HEADINGS:
         layout.add_column(heading, justify="right" if heading else "left")
-    for side, runs in found.items():
+    for side, runs in by_side.items():
         layout.add_row(
             side,
             f"{mean(runs, 'goodput'):.2f}",
@@ -45,35 +45,39 @@ def table(at_once: int, found: Found) -> Table:
             f"{mean(runs, 'tpot_p90') * 1000:.0f} ms",
             f"{mean(runs, 'hit'):.1%}",
             f"{mean(runs, 'tokens_per_s'):,.0f}",
-            str(sum(each.failed for each in runs)),
+            str(sum(run.failed for run in runs)),
         )
     return layout
 
 
-def first_miss(found: Mapping[int, Found], side: str) -> int | None:
+def first_miss(by_load: Mapping[int, RunsBySide], side: str) -> int | None:
     """Return the least load at which a side has too many late turns."""
-    loads = sorted(load for load in found if side in found[load])
-    return next((load for load in loads if mean(found[load][side], "in_time") < SERVED), None)
+    loads = sorted(load for load in by_load if side in by_load[load])
+    return next((load for load in loads if mean(by_load[load][side], "in_time") < SERVED), None)
 
 
-def verdicts(found: Mapping[int, Found]) -> Iterator[str]:
+def verdicts(by_load: Mapping[int, RunsBySide]) -> Iterator[str]:
     """Yield the load where the better peers' rule first misses, and the goodput of ours there."""
-    peers = [side for side in (CACHE_AWARE, SCORES) if any(side in each for each in found.values())]
+    peers = [
+        side
+        for side in (CACHE_AWARE, SCORES)
+        if any(side in by_side for by_side in by_load.values())
+    ]
     if not peers:
         yield "no peers' rule was played: nothing to compare with"
         return
-    misses = {side: first_miss(found, side) for side in peers}
+    misses = {side: first_miss(by_load, side) for side in peers}
     if any(load is None for load in misses.values()):
         yield "a peers' rule serves every load"
         return
     peer = max(peers, key=lambda side: misses[side] or 0)
     load = misses[peer] or 0
     yield f"{peer}: fewer than {SERVED:.0%} of the turns are in time with {load} sessions at once"
-    own = [side for side, spec in ROWS.items() if not spec.peer and side in found[load]]
+    own = [side for side, spec in ROWS.items() if not spec.peer and side in by_load[load]]
     for side in own:
-        pairs = zip(found[load][side], found[load][peer], strict=True)
+        pairs = zip(by_load[load][side], by_load[load][peer], strict=True)
         ratios = [ours.goodput / theirs.goodput for ours, theirs in pairs]
         met = "" if fmean(ratios) >= TARGET else f", less than {TARGET:g}x: missed"
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}x"
         yield f"{side}: {fmean(ratios):.2f}x its goodput there ({spread}){met}"
-        yield f"  first misses at {first_miss(found, side) or 'no load'}"
+        yield f"  first misses at {first_miss(by_load, side) or 'no load'}"

@@ -21,11 +21,11 @@ def sessions(at_once: int, count: int, seed: int) -> tuple[list[Session], Iterat
     As at any moment of a long run, a long session is more likely to be under way, and at any turn.
     """
     rng = random.Random(f"agents/{seed}")
-    coming = (plan_session(each, MAX_MODEL_LEN) for each in AgentCoding().requests(rng))
+    coming = (plan_session(request, MAX_MODEL_LEN) for request in AgentCoding().requests(rng))
     drawn = list(islice(coming, DRAWN * at_once))
     under_way = []
     for _ in range(at_once):
-        session = rng.choices(drawn, [len(each) for each in drawn])[0]
+        session = rng.choices(drawn, [len(turns) for turns in drawn])[0]
         drawn.remove(session)
         under_way.append(session[rng.randrange(len(session)) :])
     return under_way, islice(coming, count)

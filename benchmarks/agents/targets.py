@@ -30,8 +30,8 @@ class Alone:
         self._prefill_s = lru_cache(maxsize=65_536)(partial(prefill_s, model))
 
     def ttft_s(self, request: Request) -> float:
-        known = request.context_tokens
-        return self._prefill_s(request.prompt_tokens - known, known)
+        cached = request.context_tokens
+        return self._prefill_s(request.prompt_tokens - cached, cached)
 
     def turn_s(self, request: Request) -> float:
         context = request.prompt_tokens + request.output_tokens // 2

@@ -35,15 +35,17 @@ QUICK_S: Final = 60.0
 def cells(workers: Sequence[int], pressures: Sequence[float]) -> list[Cell]:
     """Return the cells; those with many workers take longest."""
     target = report.TARGET_PRESSURE
-    found = []
+    chosen = []
     for count in workers:
         few = count <= MANY_WORKERS
-        found += [
-            Cell(count, each) for each in pressures if few or each == target or len(pressures) == 1
+        chosen += [
+            Cell(count, pressure)
+            for pressure in pressures
+            if few or pressure == target or len(pressures) == 1
         ]
         if few and target in pressures:
-            found += [Cell(count, target, SESSIONS), Cell(count, target, PREFIXES, OPEN_LOOP_RATE)]
-    return found
+            chosen += [Cell(count, target, SESSIONS), Cell(count, target, PREFIXES, OPEN_LOOP_RATE)]
+    return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
     chosen = cells(args.workers, args.pressure)
     jobs = list(product(chosen, SIDES, args.seeds, [args.seconds]))
-    found: dict[Cell, dict[str, list[Figures]]] = {}
+    by_cell: dict[Cell, dict[str, list[Figures]]] = {}
     missed = 0
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for (cell, side, seed, _), figures in zip(jobs, pool.map(play, jobs), strict=True):
-            of_cell = found.setdefault(cell, {})
+            of_cell = by_cell.setdefault(cell, {})
             of_cell.setdefault(side, []).append(figures)
             if side != SIDES[-1] or seed != args.seeds[-1]:
                 continue

@@ -149,15 +149,17 @@ def play(job: tuple[Cell, str, int, float]) -> Figures:
 
 def figures(fleet: RecordingFleet, start: float, end: float) -> Figures:
     """Return the figures of the requests that ended in this time."""
-    served = [each for each in fleet.served if start <= each.at < end]
-    prompts = sum(each.prompt for each in served)
-    ttfts = [each.ttft for each in served]
-    errors = [abs(each.cached - each.expected) for each in served]
-    near = [error <= block_tokens(each.cached) for each, error in zip(served, errors, strict=True)]
+    served = [request for request in fleet.served if start <= request.at < end]
+    prompts = sum(request.prompt for request in served)
+    ttfts = [request.ttft for request in served]
+    errors = [abs(request.cached - request.expected) for request in served]
+    near = [
+        error <= block_tokens(request.cached) for request, error in zip(served, errors, strict=True)
+    ]
     return Figures(
-        sum(each.cached for each in served) / prompts,
+        sum(request.cached for request in served) / prompts,
         len(served) / (end - start),
-        sum(each.prompt + each.output for each in served) / (end - start),
+        sum(request.prompt + request.output for request in served) / (end - start),
         *(percentile(ttfts, percent) or 0.0 for percent in (50, 90, 99)),
         sum(near) / len(served),
         sum(errors) / len(served),

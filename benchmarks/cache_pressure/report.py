@@ -18,15 +18,15 @@ TARGET_PRESSURE: Final = 2.0
 HEADINGS: Final = (
     "", "hits", "requests/s", "tokens/s", "TTFT p50", "p90", "p99", "within a block", "mean error",
 )  # fmt: skip
-Found = Mapping[str, Sequence[Figures]]  # of each side, by seed
+RunsBySide = Mapping[str, Sequence[Figures]]  # by seed
 
 
-def table(cell: Cell, found: Found) -> Table:
+def table(cell: Cell, by_side: RunsBySide) -> Table:
     """Return one cell: means over the seeds, and medians of times."""
     layout = Table(title=str(cell), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in HEADINGS:
         layout.add_column(heading, justify="right" if heading else "left")
-    for side, runs in found.items():
+    for side, runs in by_side.items():
         predicts = side != LOAD
         layout.add_row(
             side,
@@ -42,25 +42,25 @@ def table(cell: Cell, found: Found) -> Table:
     return layout
 
 
-def hits_ratio(found: Found) -> float:
-    return fmean(f.hit for f in found[EXACT]) / fmean(f.hit for f in found[ORACLE])
+def hits_ratio(by_side: RunsBySide) -> float:
+    return fmean(f.hit for f in by_side[EXACT]) / fmean(f.hit for f in by_side[ORACLE])
 
 
 def throughput_ratios(
-    found: Found, side: str = EXACT, figure: str = "requests_per_s"
+    by_side: RunsBySide, side: str = EXACT, figure: str = "requests_per_s"
 ) -> list[float]:
     """Return a side's throughput over that of the estimate, by seed."""
-    pairs = zip(found[side], found[ESTIMATE], strict=True)
+    pairs = zip(by_side[side], by_side[ESTIMATE], strict=True)
     return [getattr(own, figure) / getattr(estimate, figure) for own, estimate in pairs]
 
 
-def verdicts(cell: Cell, found: Found) -> list[tuple[str, bool]]:
+def verdicts(cell: Cell, by_side: RunsBySide) -> list[tuple[str, bool]]:
     """Return a line for each target, and whether it is met."""
-    ratio = hits_ratio(found)
+    ratio = hits_ratio(by_side)
     lines = [(f"exact has {ratio:.3f}x the oracle's hits", ratio >= MIN_HITS)]
     if cell.rate is None:
-        ratios, best = throughput_ratios(found), throughput_ratios(found, ORACLE)
-        tokens = throughput_ratios(found, figure="tokens_per_s")
+        ratios, best = throughput_ratios(by_side), throughput_ratios(by_side, ORACLE)
+        tokens = throughput_ratios(by_side, figure="tokens_per_s")
         text = (
             f"exact has {fmean(ratios):.2f}x the estimate's requests/s "
             f"({min(ratios):.2f} to {max(ratios):.2f}x), {fmean(tokens):.2f}x its tokens/s; "
@@ -68,6 +68,6 @@ def verdicts(cell: Cell, found: Found) -> list[tuple[str, bool]]:
         )
         met = cell.pressure != TARGET_PRESSURE or fmean(ratios) >= MIN_THROUGHPUT
         lines.append((text, met))
-    if failed := sum(f.failed for runs in found.values() for f in runs):
+    if failed := sum(f.failed for runs in by_side.values() for f in runs):
         lines.append((f"{failed} requests failed", False))
     return lines

@@ -53,7 +53,7 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
     """Have the fleet's router read the journals of its exact engines."""
     roster = fleet.router.fleet.roster
     journals: dict[str, Journal] = {}
-    found = []
+    followed = []
     for worker in roster:
         engine: Any = fleet.engines[worker.name]
         replica = EngineJournal()
@@ -70,11 +70,11 @@ def follow_journals(fleet: SimulatedFleet, delay_s: float = DELAY_S) -> list[Res
 
         engine.simulated.scheduler._publisher = VirtualPublisher(journal, send)
         worker.reports_prefixes = True
-        found.append(prefixes)
+        followed.append(prefixes)
     roster.name_prefix = lambda worker, info: journals[worker.name].name(
         flight_id(info), name_of(info.prefix, info.prefix_bytes, info.bytes_before)
     )
-    return found
+    return followed
 
 
 def flight_id(info: RequestInfo) -> str:

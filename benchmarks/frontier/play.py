@@ -34,9 +34,9 @@ class Figures:
             (self.itl_p99, other.itl_p99),
             (1 / self.tokens_per_s, 1 / other.tokens_per_s),
         ]
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        is_as_good = all(ours <= theirs for ours, theirs in known)
-        return is_as_good and any(ours < theirs * (1 - margin) for ours, theirs in known)
+        complete = [(a, b) for a, b in pairs if a is not None and b is not None]
+        is_as_good = all(ours <= theirs for ours, theirs in complete)
+        return is_as_good and any(ours < theirs * (1 - margin) for ours, theirs in complete)
 
 
 @dataclass(frozen=True, slots=True)

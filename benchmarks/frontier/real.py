@@ -30,7 +30,7 @@ from vllm_sched.bench.compare.compare import (
     measure,
     running,
 )
-from vllm_sched.bench.compare.report import itls, percentile, total_rate, ttfts
+from vllm_sched.bench.compare.report import itls, total_rate, ttfts
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import (
     BACKGROUND,
@@ -39,6 +39,7 @@ from vllm_sched.bench.compare.workloads import (
     Workload,
     long_blocks_short,
 )
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side
@@ -64,7 +65,7 @@ def loads(seed: int) -> dict[str, Workload]:
 
 
 async def compare(
-    model: str, budget: int, rounds: int, seed: int, narrator: ProgressReporter
+    model: str, budget: int, rounds: int, seed: int, reporter: ProgressReporter
 ) -> dict[str, dict[str, list[Figures]]]:
     """Return the figures of each side by round, for each load."""
     flags = ("--max-num-batched-tokens", str(budget), "--no-enable-prefix-caching")
@@ -77,10 +78,10 @@ async def compare(
         contender(name, side, any_plan, sharing=len(SIDES)) for name, side in SIDES.items()
     ]
     load_figures: dict[str, dict[str, list[Figures]]] = {}
-    async with running([side.worker for side in contenders], narrator):
+    async with running([side.worker for side in contenders], reporter):
         for name, plan in plans.items():
             sides = [replace(side, rounds=[]) for side in contenders]
-            await measure(sides, plan, narrator)
+            await measure(sides, plan, reporter)
             load_figures[name] = {side.role: [*map(figures, side.rounds)] for side in sides}
             if failed := [side.role for side in sides if side.failed]:
                 raise VllmSchedError(f"requests to {', '.join(failed)} failed")
@@ -109,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = str(tiny_model())
     for budget in args.budgets:
         try:
-            with ProgressReporter(console) as narrator:
+            with ProgressReporter(console) as reporter:
                 loads_of_budget = asyncio.run(
-                    compare(model, budget, args.rounds, args.seed, narrator)
+                    compare(model, budget, args.rounds, args.seed, reporter)
                 )
         except VllmSchedError as error:
             console.print(str(error), style="red", markup=False, highlight=False)

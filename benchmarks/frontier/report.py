@@ -62,10 +62,10 @@ def table(title: str, variants: VariantFigures) -> Table:
 
 
 def _median_text(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
+    measured = [value for value in values if value is not None]
+    if not measured:
         return ""
-    middle = median(known)
+    middle = median(measured)
     return f"{middle:.3f} s" if middle < 1000 else f"{middle:.0f}"
 
 
@@ -119,7 +119,7 @@ def draw(stem: Path, cells: Mapping[str, VariantFigures]) -> None:
 
 
 def _draw_variant(panel: Any, figures: Sequence[Ratios], name: str, style: dict[str, Any]) -> None:
-    shorts, longs = ([each[i] or 1.0 for each in figures] for i in (0, 1))
+    shorts, longs = ([figure[i] or 1.0 for figure in figures] for i in (0, 1))
     x, y = median(longs), median(shorts)
     panel.errorbar(
         x,

@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="isolation-") as folder,
-            ProgressReporter(console) as narrator,
+            ProgressReporter(console) as reporter,
         ):
-            measured, found = asyncio.run(_run(args, Path(folder), narrator))
+            measured, checks = asyncio.run(_run(args, Path(folder), reporter))
     except VllmSchedError as error:
         console.print(f"isolation: {error}", style="red", markup=False, highlight=False)
         return 1
@@ -72,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             content = {**result.to_json(), "verdicts": verdicts}
             args.save.write_text(json.dumps(content, indent=1) + "\n")
         failed = result.failed or handovers.missing
-    for each in found:
-        console.print(each.summary, style="red" if each.wrong else None, highlight=False)
-    return int(failed or any(each.wrong for each in found))
+    for check in checks:
+        console.print(check.summary, style="red" if check.wrong else None, highlight=False)
+    return int(failed or any(check.wrong for check in checks))
 
 
 async def _run(
-    args: argparse.Namespace, folder: Path, narrator: ProgressReporter
+    args: argparse.Namespace, folder: Path, reporter: ProgressReporter
 ) -> tuple[tuple[Comparison, transfers.Transfers] | None, list[identical.PassResult]]:
     config = stage.fleet(_handover_options(args))
     sides = stage.sides(config, folder, args.above)
@@ -91,26 +91,26 @@ async def _run(
     )
     plan = ComparisonPlan(config.model, workload, args.rounds, LONE_SAMPLES)
     measured: tuple[Comparison, transfers.Transfers] | None = None
-    found: list[identical.PassResult] = []
+    checks: list[identical.PassResult] = []
     async with (
-        running(stage.workers(config, folder), narrator),
-        running([side.worker for side in sides], narrator),
+        running(stage.workers(config, folder), reporter),
+        running([side.worker for side in sides], reporter),
     ):
         if args.rounds:
             router = sides[1].worker
             before = await transfers.wait_connected(router.url)
-            await measure(sides, plan, narrator)
+            await measure(sides, plan, reporter)
             admin = stage.admin_url(router)
             token_bytes = stage.token_bytes()
             after = await transfers.fetch(router.url, admin, before, plan, token_bytes)
             measured = Comparison(plan, sides), after
         if args.identical:
             sized, handed = stage.routers(config, folder)
-            async with running([sized, handed], narrator):
+            async with running([sized, handed], reporter):
                 routes = stage.routes(config, sides[0].worker, sized, handed)
                 prompts = identical.prompts(args.identical, args.seed)
-                found = await identical.compare(routes, prompts, config.model, narrator.step)
-    return measured, found
+                checks = await identical.compare(routes, prompts, config.model, reporter.step)
+    return measured, checks
 
 
 def _handover_options(args: argparse.Namespace) -> stage.HandoverOptions:

@@ -107,20 +107,20 @@ async def compare(
     async with aiohttp.ClientSession(timeout=timeout) as session:
         expected: list[Answer] = []
         for route in routes:
-            for each in route.passes:
-                for url in each.forget:
+            for round_ in route.passes:
+                for url in round_.forget:
                     await _reset_cache(session, url)
-                name = f"{route.name}, {each.cache}"
+                name = f"{route.name}, {round_.cache}"
                 report(f"{len(sent)} prompts by {name}")
                 before = await _transfers(session, route.decode)
-                found = [await _complete(session, route.url, model, prompt) for prompt in sent]
-                expected = expected or found
-                differ = sum(not a.same_as(b) for a, b in zip(found, expected, strict=True))
+                texts = [await _complete(session, route.url, model, prompt) for prompt in sent]
+                expected = expected or texts
+                differ = sum(not a.same_as(b) for a, b in zip(texts, expected, strict=True))
                 fetched = None
                 if route.decode:
                     fetched = await _wait_transfers(session, route.decode, before + len(sent))
                     fetched -= before
-                by = Counter(answer.by for answer in found)
+                by = Counter(answer.by for answer in texts)
                 results.append(PassResult(name, len(sent), differ, by, fetched))
     return results
 

@@ -62,7 +62,7 @@ class HandoverOptions:
         return LaunchConfig(
             model="tiny",
             args=(*FLAGS, f"--num-gpu-blocks-override={BLOCKS[role]}", *more),
-            policies={name: dict(each) for name, each in self.policies.items()}
+            policies={name: dict(settings) for name, settings in self.policies.items()}
             if role == "decode"
             else {},
             cpus=(cpu,),

@@ -15,6 +15,7 @@ from proxy.core.model.types import Reason
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.compare import ComparisonPlan
 from vllm_sched.bench.compare.workloads import LONG
+from vllm_sched.bench.results.stats import percentile
 
 TIMEOUT_S = 10.0
 MAX_DECISIONS = 1000  # that a router returns at once
@@ -66,14 +67,14 @@ class Transfers:
     @property
     def promises(self) -> list[Promise]:
         """The measured values beside their bounds."""
-        both = [each for each in self.handed_over if each["transferred_s"] is not None]
+        both = [decision for decision in self.handed_over if decision["transferred_s"] is not None]
         fitted = both[self.warming :]  # earlier predictions are from an unfitted model
-        seen = report.percentile((each["transferred_s"] for each in fitted), 50)
-        predicted = report.percentile((each["transfer_s"] for each in fitted), 50)
+        seen = percentile((decision["transferred_s"] for decision in fitted), 50)
+        predicted = percentile((decision["transfer_s"] for decision in fitted), 50)
         first = both[0]["transferred_s"] if both else None
         counted = self.after.transferred - self.before.transferred
         tokens, moved = self.after.tokens - self.before.tokens, self.after.bytes - self.before.bytes
-        each = f"{moved / counted / 1e6:.3g} MB each" if counted else "none"
+        size = f"{moved / counted / 1e6:.3g} MB each" if counted else "none"
         return [
             Promise(
                 f"long prompts handed over, of {self.sent}", len(self.handed_over), None, self.sent
@@ -91,7 +92,7 @@ class Transfers:
                 1.0 - PREDICTION_TOLERANCE,
             ),
             Promise(
-                f"bytes in proxy_transfer_bytes ({each}), to those of the tokens handed over",
+                f"bytes in proxy_transfer_bytes ({size}), to those of the tokens handed over",
                 report.ratio_of(moved, tokens * self.token_bytes),
                 1.0 + BYTES_TOLERANCE,
                 1.0 - BYTES_TOLERANCE,
@@ -109,9 +110,11 @@ class Transfers:
 
 def total(page: str, name: str, **labels: str) -> float:
     """Return the sum of the samples of a metric that have these labels."""
-    found = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)", page, re.MULTILINE)
+    samples = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)", page, re.MULTILINE)
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(float(value) for having, value in found if all(each in having for each in wanted))
+    return sum(
+        float(value) for having, value in samples if all(label in having for label in wanted)
+    )
 
 
 async def wait_connected(url: str) -> Counts:
@@ -129,8 +132,8 @@ async def fetch(
     url: str, admin: str, before: Counts, plan: ComparisonPlan, token_bytes: int
 ) -> Transfers:
     """Return the hand-overs of all long prompts sent since `before`."""
-    longs = [each for each in plan.workload.arrivals if each.klass == LONG]
-    min_tokens = min((each.prompt_tokens for each in longs), default=0) // 2
+    longs = [arrival for arrival in plan.workload.arrivals if arrival.klass == LONG]
+    min_tokens = min((arrival.prompt_tokens for arrival in longs), default=0) // 2
     query = {"reason": Reason.HANDOVER.value, "limit": str(MAX_DECISIONS)}
     async with _session() as session:
         await asyncio.sleep(SETTLE_S)
@@ -138,7 +141,9 @@ async def fetch(
         async with session.get(f"{admin}/admin/decisions", params=query) as answer:
             answer.raise_for_status()
             newest_first = await answer.json()
-    decisions = [each for each in reversed(newest_first) if each["prompt_tokens"] > min_tokens]
+    decisions = [
+        decision for decision in reversed(newest_first) if decision["prompt_tokens"] > min_tokens
+    ]
     sent = (plan.rounds + 1) * len(longs)
     return Transfers(before, after, sent, len(longs), decisions, token_bytes)
 

@@ -18,6 +18,7 @@ from vllm_sched.bench.compare.compare import Comparison
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, LONG, SHORT
 from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.stats import percentile
 
 MAX_LONG_RATIO = 1.15  # to a long prompt on a general worker
 # Workers that prefill, on each side.
@@ -50,14 +51,14 @@ class Verdict:
 
 
 def verdicts(result: Comparison) -> list[Verdict]:
-    found = []
+    judged = []
     (lines,) = result.figures.values()
     for what, group, measure, at_most in TARGETS:
         line = report.figure(lines, group, measure)
-        found.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
+        judged.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
         if group == LONG:
-            found += prefills(result)
-    return found
+            judged += prefills(result)
+    return judged
 
 
 def prefills(result: Comparison) -> list[Verdict]:
@@ -67,7 +68,7 @@ def prefills(result: Comparison) -> list[Verdict]:
         for side, workers in zip(result.contenders, (GENERAL, PREFILL), strict=True)
     )
     what = f"long prompts that wait for no other ({len(theirs)}; {len(ours)})"
-    baseline, candidate = report.percentile(theirs, 50), report.percentile(ours, 50)
+    baseline, candidate = percentile(theirs, 50), percentile(ours, 50)
     slowest = max(ours, default=None)
     return [
         Verdict(
@@ -83,38 +84,45 @@ def prefills(result: Comparison) -> list[Verdict]:
 
 def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
     """Return times to first token of long prompts that found a worker without another one."""
-    found = []
+    ttfts = []
     for played in rounds:
         longs = sorted(
-            (each for each in played.records if each.klass == LONG), key=lambda each: each.sent
+            (record for record in played.records if record.klass == LONG),
+            key=lambda record: record.sent,
         )
-        for index, each in enumerate(longs):
-            ahead = sum(_is_prefilled_at(each.sent, other) for other in longs[:index])
-            if ahead < workers and each.ticks and not each.error:
-                found.append(each.ttft)
-    return found
+        for index, record in enumerate(longs):
+            ahead = sum(_is_prefilled_at(record.sent, other) for other in longs[:index])
+            if ahead < workers and record.ticks and not record.error:
+                ttfts.append(record.ttft)
+    return ttfts
 
 
 def _is_prefilled_at(now: float, record: Outcome) -> bool:
     return record.first_token is None or record.first_token > now
 
 
-def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    return [{**asdict(each), "kept": each.kept} for each in found]
+def to_json(judged: Sequence[Verdict]) -> list[dict[str, Any]]:
+    return [{**asdict(verdict), "kept": verdict.kept} for verdict in judged]
 
 
 def table(result: Comparison) -> Table:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", *(each.label for each in result.contenders), "ratio", "at most", ""):
+    for heading in (
+        "",
+        *(contender.label for contender in result.contenders),
+        "ratio",
+        "at most",
+        "",
+    ):
         layout.add_column(heading, justify="right" if heading else "left")
-    for each in verdicts(result):
+    for verdict in verdicts(result):
         layout.add_row(
-            each.what,
-            report.show(each.baseline, report.SECONDS),
-            report.show(each.candidate, report.SECONDS),
-            report.show_ratio(each.ratio),
-            f"{each.at_most:g}x",
-            "kept" if each.kept else "missed",
-            style="green" if each.kept else "red",
+            verdict.what,
+            report.show(verdict.baseline, report.SECONDS),
+            report.show(verdict.candidate, report.SECONDS),
+            report.show_ratio(verdict.ratio),
+            f"{verdict.at_most:g}x",
+            "kept" if verdict.kept else "missed",
+            style="green" if verdict.kept else "red",
         )
     return layout

@@ -40,27 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.again:
         survived = set(json.loads(args.again.read_text())["survivors"])
         drawn = [case for case in drawn if str(case) in survived]
-    found: list[tuple[Case, bool]] = []
+    judged: list[tuple[Case, bool]] = []
     for libraries, package in (
         (trial.LIBRARIES, "proxy"),
         (trial.LIBRARIES + trial.ENGINE_LIBRARIES, "vllm_sched"),
     ):
-        some = [case for case in drawn if case.area.startswith(f"{package}/")]
+        of_package = [case for case in drawn if case.area.startswith(f"{package}/")]
         with ProcessPoolExecutor(
             args.jobs, multiprocessing.get_context("spawn"), trial.load, (libraries,)
         ) as pool:
             for case, was_caught in zip(
-                some, pool.map(partial(caught, folder / "trees"), some), strict=True
+                of_package, pool.map(partial(caught, folder / "trees"), of_package), strict=True
             ):
-                found.append((case, was_caught))
-                if len(found) % PROGRESS_EVERY == 0:
-                    print(f"{len(found)} of {len(drawn)}", file=sys.stderr, flush=True)
+                judged.append((case, was_caught))
+                if len(judged) % PROGRESS_EVERY == 0:
+                    print(f"{len(judged)} of {len(drawn)}", file=sys.stderr, flush=True)
                 if not was_caught:
                     print(f"survived: {case}", flush=True)
-    print(_table(found))
+    print(_table(judged))
     if args.save:
-        survivors = [str(case) for case, was_caught in found if not was_caught]
-        args.save.write_text(json.dumps({"survivors": survivors, "count": len(found)}, indent=1))
+        survivors = [str(case) for case, was_caught in judged if not was_caught]
+        args.save.write_text(json.dumps({"survivors": survivors, "count": len(judged)}, indent=1))
     return 0
 
 
@@ -88,12 +88,14 @@ def _measure(folder: Path, tests: str) -> None:
     unfinished.rename(place)
 
 
-def _table(found: Sequence[tuple[Case, bool]]) -> str:
+def _table(cases: Sequence[tuple[Case, bool]]) -> str:
     rows = []
     for area in (*AREAS, "all"):
-        some = [was_caught for case, was_caught in found if area in (case.area, "all")]
-        if some:
-            rows.append(f"{area:24} {len(some):5} {sum(some):5} {sum(some) / len(some):8.1%}")
+        of_area = [was_caught for case, was_caught in cases if area in (case.area, "all")]
+        if of_area:
+            rows.append(
+                f"{area:24} {len(of_area):5} {sum(of_area):5} {sum(of_area) / len(of_area):8.1%}"
+            )
     return "\n".join([f"{'':24} {'all':>5} {'caught':>5} {'share':>8}", *rows])
 
 

@@ -68,14 +68,14 @@ def cases(
         for path, mutant in rng.sample(every, min(len(every), count // len(areas))):
             name = str(path.relative_to(ROOT))
             own = [
-                each for each in took if each.partition("::")[0].endswith(f"/test_{path.stem}.py")
+                test for test in took if test.partition("::")[0].endswith(f"/test_{path.stem}.py")
             ]
             of_module = lines.get(path, {})
             reached = frozenset().union(*of_module.values())
             if mutant.line in _lines_of_functions(path):
                 reached = of_module.get(mutant.line) or reached
             else:  # it runs at import, so any test of the area may catch it
-                reached |= {each for each in took if each.startswith(_test_folder(area))}
+                reached |= {test for test in took if test.startswith(_test_folder(area))}
             near, far = _ordered(
                 set(own), set(reached), took, _test_folder(name.rpartition("/")[0])
             )
@@ -102,24 +102,24 @@ def _ordered(
     own: set[str], reached: set[str], took: dict[str, float], folder: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     by_file: dict[str, list[str]] = {}
-    for each in sorted(reached - own, key=lambda each: took.get(each, 0.0)):
-        by_file.setdefault(each.partition("::")[0], []).append(each)
-    seconds = {file: sum(took.get(each, 0.0) for each in by_file[file]) for file in by_file}
+    for test in sorted(reached - own, key=lambda test: took.get(test, 0.0)):
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    seconds = {file: sum(took.get(test, 0.0) for test in by_file[file]) for file in by_file}
     # A fault is most likely seen by the tests of its folder.
     files = sorted(by_file, key=lambda file: (not file.startswith(folder), seconds[file]))
     quick = dict.fromkeys(
-        each for file in files[:NEAR_FILES] for each in by_file[file][:NEAR_TESTS]
+        test for file in files[:NEAR_FILES] for test in by_file[file][:NEAR_TESTS]
     )
-    first = sorted(own & reached or own, key=lambda each: took.get(each, 0.0))
+    first = sorted(own & reached or own, key=lambda test: took.get(test, 0.0))
     near = (*first, *quick)
-    left = [each for file in files for each in by_file[file] if each not in quick]
-    ends = accumulate(took.get(each, 0.0) for each in left)
-    far = [each for each, end in zip(left, ends, strict=True) if end <= MAX_FAR_S]
+    left = [test for file in files for test in by_file[file] if test not in quick]
+    ends = accumulate(took.get(test, 0.0) for test in left)
+    far = [test for test, end in zip(left, ends, strict=True) if end <= MAX_FAR_S]
     return near, (*far, *sorted(own - set(first)))
 
 
 def _limit_s(tests: Sequence[str], took: dict[str, float]) -> float:
-    return MIN_LIMIT_S + LIMIT_FACTOR * sum(took.get(each, 0.0) for each in tests)
+    return MIN_LIMIT_S + LIMIT_FACTOR * sum(took.get(test, 0.0) for test in tests)
 
 
 def caught(trees: Path, case: Case) -> bool:

@@ -44,15 +44,15 @@ def mutants_of(source: bytes) -> list[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
+    mutants = []
     for node, changed, kind in _edits(ast.parse(source)):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         text = changed if isinstance(changed, str) else ast.unparse(changed)
         if isinstance(node, ast.expr):
             text = f"({text})"
-        found.append(Mutant(node.lineno, start, end, source[start:end].decode(), text, kind))
-    return sorted(found, key=lambda each: (each.start, each.kind))
+        mutants.append(Mutant(node.lineno, start, end, source[start:end].decode(), text, kind))
+    return sorted(mutants, key=lambda mutant: (mutant.start, mutant.kind))
 
 
 Node = ast.expr | ast.stmt
@@ -84,7 +84,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             skipped = [*filter(None, [node.annotation])]
         case ast.AnnAssign():
             skipped = [node.annotation]
-    yield from (each for each in ast.iter_child_nodes(node) if each not in skipped)
+    yield from (child for child in ast.iter_child_nodes(node) if child not in skipped)
 
 
 def _is_log_or_repr(node: ast.AST) -> bool:

@@ -54,21 +54,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
     """Return the tests that run each line of each file."""
-    found: dict[Path, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    by_file: dict[Path, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for file in folder.glob("*/reach.*"):
         data = coverage.CoverageData(str(file))
         data.read()
         for name in data.measured_files():
             for line, contexts in data.contexts_by_lineno(name).items():
-                found[Path(name)][line] |= set(contexts) - {""}
+                by_file[Path(name)][line] |= set(contexts) - {""}
     return {
         path: {line: frozenset(tests) for line, tests in lines.items()}
-        for path, lines in found.items()
+        for path, lines in by_file.items()
     }
 
 
 def seconds(folder: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
+    durations: dict[str, float] = {}
     for file in folder.glob("*/seconds.*"):
-        found |= json.loads(file.read_text())
-    return found
+        durations |= json.loads(file.read_text())
+    return durations

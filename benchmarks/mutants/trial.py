@@ -75,7 +75,7 @@ def _pytest(tree: Path, tests: Sequence[str]) -> int:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    files = dict.fromkeys(each.partition("::")[0] for each in tests)
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
     status = pytest.main([*OPTIONS, f"--rootdir={tree}", *files], [SelectedTests(tests)])
     sys.stdout.flush()
     return int(status)
@@ -85,14 +85,14 @@ class SelectedTests:
     """A pytest plugin that runs only the given tests, in their order."""
 
     def __init__(self, tests: Sequence[str]) -> None:
-        self._position = {each: position for position, each in enumerate(tests)}
+        self._position = {test: position for position, test in enumerate(tests)}
 
     def pytest_collection_modifyitems(self, items: list[object]) -> None:
         """Select and sort the tests."""
         positions = self._position
         items[:] = sorted(
-            (each for each in items if each.nodeid in positions),  # type: ignore[attr-defined]
-            key=lambda each: positions[each.nodeid],  # type: ignore[attr-defined]
+            (item for item in items if item.nodeid in positions),  # type: ignore[attr-defined]
+            key=lambda item: positions[item.nodeid],  # type: ignore[attr-defined]
         )
 
 

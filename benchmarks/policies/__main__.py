@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.trials:
         console.print(f"{name}, load average {os.getloadavg()[0]:.1f} at the start", style="bold")
         try:
-            with ProgressReporter(console) as narrator:
-                found = asyncio.run(TRIALS[name](model, args.rounds, args.seed, narrator))
+            with ProgressReporter(console) as reporter:
+                result = asyncio.run(TRIALS[name](model, args.rounds, args.seed, reporter))
         except VllmSchedError as error:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
             failed = True
             continue
-        for each in (found.table, table(name, found.promises)):
-            console.print(each)
-        if found.warning:
-            console.print(found.warning, style="yellow", highlight=False)
-        failed = failed or found.failed
+        for shown in (result.table, table(name, result.promises)):
+            console.print(shown)
+        if result.warning:
+            console.print(result.warning, style="yellow", highlight=False)
+        failed = failed or result.failed
     return int(failed)
 
 

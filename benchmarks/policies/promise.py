@@ -36,20 +36,20 @@ class Promise:
 
 
 def to_json(promises: Sequence[Promise]) -> list[dict[str, Any]]:
-    return [{**asdict(each), "kept": each.kept} for each in promises]
+    return [{**asdict(promise), "kept": promise.kept} for promise in promises]
 
 
 def table(title: str, promises: Sequence[Promise]) -> Table:
     layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "measured", "promised", ""):
         layout.add_column(heading, justify="right" if heading == "measured" else "left")
-    for each in promises:
-        verdict = "kept" if each.kept else "missed"
+    for promise in promises:
+        verdict = "kept" if promise.kept else "missed"
         layout.add_row(
-            each.what,
-            "-" if each.measured is None else f"{each.measured:.3g}",
-            each.bound,
-            verdict if each.bound else "",  # a figure for comparison
-            style=None if not each.bound else "green" if each.kept else "red",
+            promise.what,
+            "-" if promise.measured is None else f"{promise.measured:.3g}",
+            promise.bound,
+            verdict if promise.bound else "",  # a figure for comparison
+            style=None if not promise.bound else "green" if promise.kept else "red",
         )
     return layout

@@ -24,6 +24,7 @@ from vllm_sched.bench.compare.compare import (
 )
 from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, Workload
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.workers.launch import Side
 
 # Chunk sizes of vLLM's scheduler; the target of `chunk_budget` lies between the first and the last.
@@ -46,11 +47,11 @@ class Verdict:
 Trial = Callable[[str, int, int, ProgressReporter], Awaitable[Verdict]]
 
 
-async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
+async def rotation(model: str, rounds: int, seed: int, reporter: ProgressReporter) -> Verdict:
     """Send eight equal prompts at once: all prefills should end at about the same time."""
     plan = ComparisonPlan(model, workloads.equal_prompts(seed=seed), rounds, lone_samples=0)
     sides = [_side("default", plan), _side("rotation", plan)]
-    result = await _compared(sides, plan, narrator)
+    result = await _compared(sides, plan, reporter)
     (lines,) = result.figures.values()
     spread = report.figure(lines, LONG, report.SPREAD).ratio
     makespan = report.figure(lines, "all", "all prompts done").ratio
@@ -61,7 +62,7 @@ async def rotation(model: str, rounds: int, seed: int, narrator: ProgressReporte
     )
 
 
-async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
+async def chunk_budget(model: str, rounds: int, seed: int, reporter: ProgressReporter) -> Verdict:
     """Set a target between the decode gaps of small and of large chunks.
 
     Only gaps during a long prefill count, because all others are within any target.
@@ -72,7 +73,7 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
         chunk: _side("default", plan, extra=(f"--max-num-batched-tokens={chunk}",), sharing=6)
         for chunk in FIXED
     }
-    target_s = await _midway(fixed[FIXED[0]], fixed[FIXED[-1]], plan, narrator)
+    target_s = await _midway(fixed[FIXED[0]], fixed[FIXED[-1]], plan, reporter)
     ours = _side(
         "chunk_budget",
         plan,
@@ -80,8 +81,12 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
         extra=(f"--max-num-batched-tokens={FIXED[-1]}",),
         sharing=6,
     )
-    result = await _compared([*fixed.values(), ours], plan, narrator)
-    meeting = [_mean_ttft(each) for each in fixed.values() if _share_within(each, target_s) >= 0.99]
+    result = await _compared([*fixed.values(), ours], plan, reporter)
+    meeting = [
+        _mean_ttft(contender)
+        for contender in fixed.values()
+        if _share_within(contender, target_s) >= 0.99
+    ]
     best = min(meeting, default=None)
     ratio = None if best is None else _mean_ttft(ours) / best
     return _verdict(
@@ -95,7 +100,7 @@ async def chunk_budget(model: str, rounds: int, seed: int, narrator: ProgressRep
     )
 
 
-async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) -> Verdict:
+async def lanes(model: str, rounds: int, seed: int, reporter: ProgressReporter) -> Verdict:
     """Send chats alone, batch alone, and both, to one worker with lanes."""
     both = workloads.chat_beside_batch(seed=seed)
     loads = {"chats alone": SHORT, "batch alone": BATCH, "both": None}
@@ -105,24 +110,28 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
     }
     one = _side("lanes", plans["both"], sharing=1)
     played = {role: Contender(role, role, one.worker) for role in loads}
-    async with running([one.worker], narrator):
+    async with running([one.worker], reporter):
         for number in range(rounds + 1):
             order = list(played.values())[:: 1 if number % 2 else -1]
-            for each in order:
-                narrator.step(f"round {number} of {rounds}, {each.role}")
-                plan = plans[each.role]
-                found = await play_round(each, plan, plan.workload, number, narrator)
+            for contender in order:
+                reporter.step(f"round {number} of {rounds}, {contender.role}")
+                plan = plans[contender.role]
+                one_round = await play_round(contender, plan, plan.workload, number, reporter)
                 if number:
-                    each.rounds.append(found)
+                    contender.rounds.append(one_round)
     result = Comparison(plans["both"], list(played.values()))
     chats, batch, together = (played[role].rounds for role in loads)
-    ttft = report.ratio_of(
-        *(report.percentile(report.ttfts(r, SHORT), 99) for r in (together, chats))
-    )
+    ttft = report.ratio_of(*(percentile(report.ttfts(r, SHORT), 99) for r in (together, chats)))
     # The strictest target for batch ignores the cost of the chats.
-    spans = [_span(each, SHORT) for each in together]
-    beside = [_rate_within(each, BATCH, span) for each, span in zip(together, spans, strict=True)]
-    alone = [_rate_within(each, BATCH, span) for each, span in zip(batch, spans, strict=True)]
+    spans = [_span(played_round, SHORT) for played_round in together]
+    beside = [
+        _rate_within(played_round, BATCH, span)
+        for played_round, span in zip(together, spans, strict=True)
+    ]
+    alone = [
+        _rate_within(played_round, BATCH, span)
+        for played_round, span in zip(batch, spans, strict=True)
+    ]
     rest = report.ratio_of(_middle(beside), _middle(alone))
     return _verdict(
         result,
@@ -132,7 +141,7 @@ async def lanes(model: str, rounds: int, seed: int, narrator: ProgressReporter) 
 
 
 async def deferred_prefill(
-    model: str, rounds: int, seed: int, narrator: ProgressReporter
+    model: str, rounds: int, seed: int, reporter: ProgressReporter
 ) -> Verdict:
     """Keep 32 slots full, and compare auto with fixed thresholds and with the default.
 
@@ -153,10 +162,12 @@ async def deferred_prefill(
         )
         for departures in DEPARTURES
     ]
-    result = await _compared([default, auto, again, *fixed], plan, narrator)
+    result = await _compared([default, auto, again, *fixed], plan, reporter)
     ours = _rates(auto)
-    found = [report.ratio_of(_middle(_rates(each)[::2]), _middle(ours[::2])) for each in fixed]
-    best = max(range(len(fixed)), key=lambda index: found[index] or 0.0)
+    ratios = [
+        report.ratio_of(_middle(_rates(contender)[::2]), _middle(ours[::2])) for contender in fixed
+    ]
+    best = max(range(len(fixed)), key=lambda index: ratios[index] or 0.0)
     against = _ratios(ours[1::2], _rates(fixed[best])[1::2])
     return _verdict(
         result,
@@ -196,27 +207,29 @@ def _side(
 
 
 async def _compared(
-    sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+    sides: Sequence[Contender], plan: ComparisonPlan, reporter: ProgressReporter
 ) -> Comparison:
     """Start all workers and measure them in turns."""
-    async with running([each.worker for each in sides], narrator):
-        await measure(sides, plan, narrator)
+    async with running([side.worker for side in sides], reporter):
+        await measure(sides, plan, reporter)
     return Comparison(plan, sides)
 
 
 async def _midway(
-    small: Contender, large: Contender, plan: ComparisonPlan, narrator: ProgressReporter
+    small: Contender, large: Contender, plan: ComparisonPlan, reporter: ProgressReporter
 ) -> float:
     """Return the mean of two fixed chunk sizes' p99 gaps."""
     once = ComparisonPlan(plan.model, plan.workload, 1, lone_samples=0)
-    ends = [Contender(each.role, each.label, each.worker) for each in (small, large)]
-    async with running([each.worker for each in ends], narrator):
-        await measure(ends, once, narrator)
-    return fmean(report.percentile(report.itls(e.rounds, BACKGROUND), 99) or 0.0 for e in ends)
+    ends = [
+        Contender(contender.role, contender.label, contender.worker) for contender in (small, large)
+    ]
+    async with running([end.worker for end in ends], reporter):
+        await measure(ends, once, reporter)
+    return fmean(percentile(report.itls(e.rounds, BACKGROUND), 99) or 0.0 for e in ends)
 
 
 def _only(workload: Workload, klass: str) -> Workload:
-    arrivals = tuple(each for each in workload.arrivals if each.klass == klass)
+    arrivals = tuple(arrival for arrival in workload.arrivals if arrival.klass == klass)
     return replace(workload, arrivals=arrivals)
 
 
@@ -224,14 +237,14 @@ def _one_by_one(workload: Workload) -> Workload:
     """Return the workload with its long prompts LONG_EVERY_S apart."""
     longs = itertools.count()
     arrivals = tuple(
-        replace(each, at=next(longs) * LONG_EVERY_S) if each.klass == LONG else each
-        for each in workload.arrivals
+        replace(arrival, at=next(longs) * LONG_EVERY_S) if arrival.klass == LONG else arrival
+        for arrival in workload.arrivals
     )
     return replace(workload, arrivals=arrivals)
 
 
-def _share_within(each: Contender, target_s: float) -> float:
-    gaps = [gap for played in each.rounds for gap in _gaps_beside(played)]
+def _share_within(contender: Contender, target_s: float) -> float:
+    gaps = [gap for played in contender.rounds for gap in _gaps_beside(played)]
     return sum(gap <= target_s for gap in gaps) / len(gaps)
 
 
@@ -247,8 +260,8 @@ def _gaps_beside(played: Round) -> list[float]:
     ]
 
 
-def _mean_ttft(each: Contender) -> float:
-    return fmean(report.ttfts(each.rounds, LONG))
+def _mean_ttft(contender: Contender) -> float:
+    return fmean(report.ttfts(contender.rounds, LONG))
 
 
 def _span(played: Round, klass: str) -> tuple[float, float]:
@@ -269,16 +282,16 @@ def _rate_within(played: Round, klass: str, span: tuple[float, float]) -> float 
     return done / (until - since)
 
 
-def _rates(each: Contender) -> list[float | None]:
-    return [report.backlogged_rate(played, BATCH) for played in each.rounds]
+def _rates(contender: Contender) -> list[float | None]:
+    return [report.backlogged_rate(played, BATCH) for played in contender.rounds]
 
 
 def _ratios(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float | None]:
     return [report.ratio_of(one, other) for one, other in zip(ours, theirs, strict=True)]
 
 
-def _middle(found: Sequence[float | None]) -> float | None:
-    return report.percentile([each for each in found if each is not None], 50)
+def _middle(values: Sequence[float | None]) -> float | None:
+    return percentile([value for value in values if value is not None], 50)
 
 
 def _verdict(result: Comparison, *promises: Promise) -> Verdict:

@@ -29,15 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, help="per window; default: 3, of quality 20")
     parser.add_argument("--rate", type=float, default=1000.0, help="requests/s to each router")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        if given.part == "cost":
-            window = cost.Window(given.seconds or 3.0, given.rate)
-            cost.main(Path(folder), given.routers, given.rounds, window)
-        elif given.part == "latency":
-            latency.main(Path(folder), given.seconds or 5.0)
+        if args.part == "cost":
+            window = cost.Window(args.seconds or 3.0, args.rate)
+            cost.main(Path(folder), args.routers, args.rounds, window)
+        elif args.part == "latency":
+            latency.main(Path(folder), args.seconds or 5.0)
         else:
-            quality.main(Path(folder), given.routers, given.seconds or 20.0)
+            quality.main(Path(folder), args.routers, args.seconds or 20.0)
     return 0
 
 

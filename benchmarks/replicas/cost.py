@@ -118,8 +118,8 @@ async def run(folder: Path, counts: Sequence[int], rounds: int, window: Window) 
         for number in range(rounds):
             for side in list(sides)[:: 1 if number % 2 else -1]:
                 for tenant in TENANTS:
-                    found = await measure(sides[side], redis, tenant, window, number)
-                    samples[tenant, *side].append(found)
+                    sample = await measure(sides[side], redis, tenant, window, number)
+                    samples[tenant, *side].append(sample)
     for tenant in TENANTS:
         print(f"tenant {tenant}:")
         first = medians(samples[tenant, counts[0], False]).router
@@ -133,8 +133,8 @@ async def run(folder: Path, counts: Sequence[int], rounds: int, window: Window) 
             )
 
 
-def medians(found: Sequence[Sample]) -> Sample:
-    return Sample(*map(median, zip(*found, strict=True)))
+def medians(samples: Sequence[Sample]) -> Sample:
+    return Sample(*map(median, zip(*samples, strict=True)))
 
 
 def main(folder: Path, counts: Sequence[int], rounds: int, window: Window) -> None:

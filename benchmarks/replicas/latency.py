@@ -24,7 +24,7 @@ async def measure(
     limiter: SharedLimiter, limits: TenantLimits, clients: int, pause_s: float, seconds: float
 ) -> Sequence[float]:
     """Return the seconds of each decision."""
-    found: list[float] = []
+    latencies: list[float] = []
     until = time.perf_counter() + seconds
     ledger = limits.tenant.ledger
 
@@ -34,13 +34,13 @@ async def measure(
             if limits.request_decision(TOKENS, decided.set_result) is None:
                 raise RuntimeError("the limiter has lost its server")
             exceeded = await decided
-            found.append(time.perf_counter() - began)
+            latencies.append(time.perf_counter() - began)
             if ledger.enter_decided(exceeded) is None:
                 ledger.leave(limiter.clock(), TOKENS, TOKENS)
             await asyncio.sleep(pause_s)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return found
+    return latencies
 
 
 async def run(folder: Path, seconds: float) -> None:
@@ -50,12 +50,12 @@ async def run(folder: Path, seconds: float) -> None:
         settings = SharedConfig(url=redis.url)
         async with limiting(settings, Limits(concurrency=CONCURRENCY)) as (limiter, limits):
             for clients, pause_s in LOADS:
-                found = await measure(limiter, limits, clients, pause_s, seconds)
-                limits_ms = [limit * 1e3 for limit in quantiles(found, n=100)]
+                latencies = await measure(limiter, limits, clients, pause_s, seconds)
+                limits_ms = [limit * 1e3 for limit in quantiles(latencies, n=100)]
                 p50, p99 = limits_ms[49], limits_ms[98]
                 print(
                     f"{clients} clients with pauses of {pause_s * 1e3:g} ms: "
-                    f"p50 {p50:.2f} ms, p99 {p99:.2f} ms of {len(found)} decisions"
+                    f"p50 {p50:.2f} ms, p99 {p99:.2f} ms of {len(latencies)} decisions"
                 )
     finally:
         redis.close()

@@ -58,7 +58,7 @@ class Engine:
 
 
 @dataclass
-class Found:
+class Served:
     """The results of one side."""
 
     served: Counter[str] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Found:
 
 
 async def send(
-    router: Worker, tenant: str, text: str, until: float, found: Found, pause_s: float = 0.0
+    router: Worker, tenant: str, text: str, until: float, served: Served, pause_s: float = 0.0
 ) -> None:
     """Send one request after the other."""
     client = await Client.connect(router.port)
@@ -81,9 +81,9 @@ async def send(
         head = await client.head()
         body = await client.body(head) if head.status != 200 else await client.piece()
         if head.status == 200:
-            found.served[tenant] += 1
+            served.served[tenant] += 1
             if text != LONG_TEXT:
-                found.ttfts.append(time.monotonic() - began)
+                served.ttfts.append(time.monotonic() - began)
             while body:
                 body = await client.piece()
         await asyncio.sleep(pause_s)
@@ -92,38 +92,38 @@ async def send(
 
 @asynccontextmanager
 async def engines() -> AsyncIterator[list[Engine]]:
-    found = [Engine(FakeWorker(f"w{number}", max_model_len=65_536)) for number in range(WORKERS)]
-    for engine in found:
+    started = [Engine(FakeWorker(f"w{number}", max_model_len=65_536)) for number in range(WORKERS)]
+    for engine in started:
         engine.fake.always(engine.serve)
         await engine.fake.listen()
     try:
-        yield found
+        yield started
     finally:
-        for engine in found:
+        for engine in started:
             await engine.fake.stop()
 
 
-async def overload(routers: Sequence[Worker], found: Found, seconds: float) -> None:
+async def overload(routers: Sequence[Worker], served: Served, seconds: float) -> None:
     """Send more than the workers take: one tenant at the first router, the other at the last."""
     until = time.monotonic() + seconds
     await asyncio.gather(
-        *(send(routers[0], "left", "hi", until, found) for _ in range(CLIENTS)),
-        *(send(routers[-1], "right", "hi", until, found) for _ in range(CLIENTS)),
+        *(send(routers[0], "left", "hi", until, served) for _ in range(CLIENTS)),
+        *(send(routers[-1], "right", "hi", until, served) for _ in range(CLIENTS)),
     )
 
 
-async def limited(routers: Sequence[Worker], found: Found, seconds: float) -> None:
+async def limited(routers: Sequence[Worker], served: Served, seconds: float) -> None:
     """Send more than a tenant's limit, at all routers."""
     until = time.monotonic() + seconds
     await asyncio.gather(
         *(
-            send(routers[number % len(routers)], "limited", "hi", until, found, pause_s=0.02)
+            send(routers[number % len(routers)], "limited", "hi", until, served, pause_s=0.02)
             for number in range(LIMITED_CLIENTS)
         )
     )
 
 
-async def mixed(routers: Sequence[Worker], found: Found, seconds: float) -> None:
+async def mixed(routers: Sequence[Worker], served: Served, seconds: float) -> None:
     """Send a few long prompts, and shorts beside them."""
 
     def at(number: int) -> Worker:
@@ -132,10 +132,10 @@ async def mixed(routers: Sequence[Worker], found: Found, seconds: float) -> None
     until = time.monotonic() + seconds
     await asyncio.gather(
         *(
-            send(routers[n % len(routers)], "left", LONG_TEXT, until, Found(), 0.5)
+            send(routers[n % len(routers)], "left", LONG_TEXT, until, Served(), 0.5)
             for n in range(2)
         ),
-        *(send(routers[n % len(routers)], "right", "hi", until, found, 0.1) for n in range(6)),
+        *(send(routers[n % len(routers)], "right", "hi", until, served, 0.1) for n in range(6)),
     )
 
 
@@ -173,7 +173,7 @@ async def run(folder: Path, counts: Sequence[int], seconds: float) -> None:
 async def _row(
     routers: Sequence[Worker], workers: Sequence[Engine], seconds: float, name: str
 ) -> None:
-    first, second, third = Found(), Found(), Found()
+    first, second, third = Served(), Served(), Served()
     await overload(routers, first, seconds)
     over = max(engine.most for engine in workers) - SLOTS
     await asyncio.sleep(1.0)

@@ -110,9 +110,9 @@ async def unfinished(port: int) -> dict[str, float]:
     if await wait_idle(port) <= 0:
         return {}
     client = await Client.connect(port)
-    found = await samples(client)
+    counts = await samples(client)
     client.close()
-    return {name: n for name, n in found.items() if n and name.startswith(IN_FLIGHT_METRICS)}
+    return {name: n for name, n in counts.items() if n and name.startswith(IN_FLIGHT_METRICS)}
 
 
 class MeteredLoad:
@@ -168,12 +168,12 @@ class MeteredLoad:
 class ReplicaSoak:
     """The processes of a run, and what they did."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given = given
-        self.rng = random.Random(given.seed)
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args = args
+        self.rng = random.Random(args.seed)
         self.redis = RedisServer(folder)
         self.postgres = PostgresServer()
-        self.workers = CountedFleet(given.seed)
+        self.workers = CountedFleet(args.seed)
         self.folder = folder
         self.routers: list[Router] = []
         self.front: HAProxy | None = None
@@ -218,11 +218,11 @@ class ReplicaSoak:
 
     async def run(self) -> int:
         front = await self.start()
-        given, seconds = self.given, self.given.minutes * 60
+        args, seconds = self.args, self.args.minutes * 60
         self.clients = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.soak", "--clients-of", str(front.port),
-            "--clients", str(given.clients), "--seed", str(given.seed),
-            "--minutes", str(given.minutes), "--tenants",
+            "--clients", str(args.clients), "--seed", str(args.seed),
+            "--minutes", str(args.minutes), "--tenants",
             stdout=asyncio.subprocess.PIPE, limit=1 << 22,
         )  # fmt: skip
         started = time.monotonic()
@@ -283,13 +283,13 @@ class ReplicaSoak:
 
     async def _run_batches(self, port: int, until: float) -> None:
         while time.monotonic() < until:
-            seed = self.given.seed + len(self.batches)
+            seed = self.args.seed + len(self.batches)
             url = f"http://127.0.0.1:{port}"
             self.batches.append(await run_batch(url, seed, False, *REPEATED))
 
     async def _fail_workers(self, until: float) -> None:
         while time.monotonic() < until:
-            if self.given.worker_faults:
+            if self.args.worker_faults:
                 await self.workers.inject_fault(self.rng.random() * 2.0)
                 self.workers.kv.slow_s = SLOW_S
             else:
@@ -336,8 +336,8 @@ class ReplicaSoak:
         )
         print(f"arrivals above a worker's limit of {MAX_REQUESTS}, of {self.workers.requests}:")
         for name, numbers in self.workers.above.items():
-            found = (f"{phase} {dict(sorted(part.items()))}" for phase, part in numbers.items())
-            print(f"  {name}: {'; '.join(found)}")
+            by_phase = (f"{phase} {dict(sorted(part.items()))}" for phase, part in numbers.items())
+            print(f"  {name}: {'; '.join(by_phase)}")
         longest_s = max(recovered, default=0.0)
         print(f"routers killed: {self.kills}, ready again in at most {longest_s:.1f} s")
         print(f"{len(self.batches)} batches; PostgreSQL restarted {self.postgres_faults} times")
@@ -355,9 +355,9 @@ class ReplicaSoak:
         return int(any(missed.values()))
 
 
-async def soak(given: argparse.Namespace) -> int:
+async def soak(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        run = ReplicaSoak(given, Path(folder))
+        run = ReplicaSoak(args, Path(folder))
         try:
             return await run.run()
         finally:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks.processes import env_without_proxies
-from benchmarks.router.load import HOST
+from benchmarks.router.stage import router_process
 from tests.redis_server import RedisServer
 from vllm_sched.cli.fleet.key import hash_key
-from vllm_sched.workers.launch import Worker, free_port
-
-READY_S, GRACE_S = 60.0, 5.0
+from vllm_sched.workers.launch import Worker
 
 
 def key_of(tenant: str) -> str:
@@ -34,19 +28,13 @@ def make_router(
     fleet_name: str = "vllm-sched",
 ) -> Worker:
     """Return a router as users start it, alone without a server."""
-    port = free_port()
     fleet: dict[str, Any] = {
         "model": model,
         "workers": [
             {"name": name, "url": url} | ({"max_requests": max_requests} if max_requests else {})
             for name, url in workers.items()
         ],
-        "router": {
-            "host": HOST,
-            "port": port,
-            "admin": {"host": HOST, "port": free_port()},
-            "queue": {"max_requests": 4096},
-        },
+        "router": {"queue": {"max_requests": 4096}},
         "tenants": [
             {"name": name, "key_hashes": [hash_key(key_of(name))], **more}
             for name, more in tenants.items()
@@ -54,12 +42,7 @@ def make_router(
     }
     if redis is not None:
         fleet["router"]["shared"] = {"url": redis.url, "namespace": fleet_name}
-    path.write_text(yaml.safe_dump(fleet, sort_keys=False))
-    command = [str(Path(sys.executable).with_name("vllm-sched")), "router", str(path)]
-    return Worker(
-        command, port=port, name=path.stem, env=env_without_proxies(), deadline_s=READY_S,
-        grace_s=GRACE_S,
-    )  # fmt: skip
+    return router_process(path.stem, path, fleet)
 
 
 @contextmanager

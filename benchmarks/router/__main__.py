@@ -68,16 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    found = report.figures(results, decision_us)
+    figures = report.figures(results, decision_us)
     wrong = report.errors(results.samples)
     facts = _facts(args, cpus, load_average)
     names = [*dict.fromkeys(side.name for side in sides)] or [OURS]
-    console.print(report.table(found, names, _title(facts)))
+    console.print(report.table(figures, names, _title(facts)))
     for side, kinds in wrong.items():
         for kind, count in kinds.most_common(5):
             console.print(f"{side}: {count} x {kind}", style="red", markup=False, highlight=False)
     if args.save:
-        _save(args.save, facts, found, results)
+        _save(args.save, facts, figures, results)
     return int(OURS in wrong)
 
 
@@ -169,9 +169,9 @@ def _title(facts: dict[str, Any]) -> str:
 
 
 def _save(
-    path: Path, facts: dict[str, Any], found: Sequence[report.Figure], results: measure.Results
+    path: Path, facts: dict[str, Any], figures: Sequence[report.Figure], results: measure.Results
 ) -> None:
-    lines = [dataclasses.asdict(figure) | {"met": figure.met} for figure in found]
+    lines = [dataclasses.asdict(figure) | {"met": figure.met} for figure in figures]
     everything = {"facts": facts, "figures": lines, **dataclasses.asdict(results)}
     path.write_text(json.dumps(everything, indent=1) + "\n")
 

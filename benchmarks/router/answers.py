@@ -48,8 +48,8 @@ class Answer:
             raise BadAnswerError(f"not HTTP: {head[:20]!r}") from None
         fields = head.lower()
         self.closes = b"\r\nconnection: close\r\n" in fields
-        if found := LENGTH.search(head):
-            self._left = int(found[1])
+        if length := LENGTH.search(head):
+            self._left = int(length[1])
         elif b"\r\ntransfer-encoding: chunked\r\n" in fields:
             self._chunked = True
         else:

@@ -17,7 +17,7 @@ from benchmarks.router.load import Load, Tally, closed_loop, streams
 from benchmarks.router.processes import Memory, cpu_seconds, memory
 from benchmarks.router.prompts import Pace, Prompts
 from benchmarks.router.stage import DIRECT, Side
-from vllm_sched.bench.compare.report import percentile
+from vllm_sched.bench.results.stats import percentile
 
 KIB = 1024
 STREAM_BYTES = KIB
@@ -113,11 +113,11 @@ async def measure(
             if name in ONCE and number < rounds:
                 continue
             kind = LOADS[name]
-            some = [side for side in sides if side.hands_over == kind.hands_over]
+            turns = [side for side in sides if side.hands_over == kind.hands_over]
             if isinstance(kind, Paced):
-                some = [side for side in some if side.name != DIRECT]
-            shift = number % len(some) if some else 0
-            for side in some[shift:] + some[:shift]:
+                turns = [side for side in turns if side.name != DIRECT]
+            shift = number % len(turns) if turns else 0
+            for side in turns[shift:] + turns[:shift]:
                 report_progress(f"round {number} of {rounds}: {name}, {side.name}")
                 samples.append(await play(side, name, number, times))
     # The first of two routers with one name counts, because its load is the same in all runs.

@@ -177,7 +177,7 @@ class Worker(asyncio.Protocol):
             data = self._held + data
         while (begin := data.find(END_OF_HEAD)) >= 0:
             begin += len(END_OF_HEAD)
-            length = int(found[1]) if (found := LENGTH.search(data, 0, begin)) else 0
+            length = int(match[1]) if (match := LENGTH.search(data, 0, begin)) else 0
             if length > READ_BYTES:
                 self._reply = self._reply_to(data[:64], length)
                 data, self._unread = self._skip_body(data, begin + length)
@@ -268,8 +268,8 @@ async def serve(ports: dict[type[Worker], Sequence[int]]) -> None:
         loop.add_signal_handler(signum, stop.set)
     servers = [
         await loop.create_server(kind, "127.0.0.1", port, backlog=4096)
-        for kind, some in ports.items()
-        for port in some
+        for kind, kind_ports in ports.items()
+        for port in kind_ports
     ]
     await stop.wait()
     for server in servers:

@@ -34,10 +34,10 @@ def tree(pid: int) -> list[int]:
             continue  # the process ended
         parent = int(text.rpartition(")")[2].split()[1])
         children[parent].append(int(path.parent.name))
-    found = [pid]
-    for each in found:
-        found += children[each]
-    return found
+    pids = [pid]
+    for parent_pid in pids:
+        pids += children[parent_pid]
+    return pids
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

@@ -150,18 +150,20 @@ LINES = (
 def figures(results: Results, decision_us: float | None) -> list[Figure]:
     """Return all measured figures, in the order of the table."""
     measured = {sample.load for sample in results.samples}
-    found = [_figure(line, results.samples) for line in LINES if line.load in measured]
+    all_figures = [_figure(line, results.samples) for line in LINES if line.load in measured]
     if results.memory:
         rss, pss = (
             {side: getattr(held, part) * MEGA for side, held in results.memory.items()}
             for part in ("rss", "pss")
         )
-        found.append(Figure("resident after load", "MB", rss, target=Target(120, relative=False)))
-        found.append(Figure("its proportional share", "MB", pss))
+        all_figures.append(
+            Figure("resident after load", "MB", rss, target=Target(120, relative=False))
+        )
+        all_figures.append(Figure("its proportional share", "MB", pss))
     if decision_us is not None:
         title, limit = "a decision, 1,000 workers", Target(50, relative=False)
-        found.append(Figure(title, "us", {OURS: decision_us}, target=limit))
-    return found
+        all_figures.append(Figure(title, "us", {OURS: decision_us}, target=limit))
+    return all_figures
 
 
 def _figure(line: Line, samples: Iterable[Sample]) -> Figure:
@@ -181,18 +183,18 @@ def _figure(line: Line, samples: Iterable[Sample]) -> Figure:
             values.setdefault(side, []).append(value)
         if OURS in measured and measured.get(RIVAL, 0.0) > 0:
             ratios.append(measured[OURS] / measured[RIVAL])
-    medians = {side: statistics.median(some) for side, some in values.items()}
+    medians = {side: statistics.median(samples) for side, samples in values.items()}
     ratio = statistics.median(ratios) if ratios else None
     return Figure(line.title, line.unit, medians, ratio, line.target)
 
 
 def errors(samples: Iterable[Sample]) -> dict[str, Counter[str]]:
     """Count the errors of each side, by load and kind."""
-    found: dict[str, Counter[str]] = {}
+    by_side: dict[str, Counter[str]] = {}
     for sample in samples:
         for kind, count in sample.errors.items():
-            found.setdefault(sample.side, Counter())[f"{sample.load}: {kind}"] += count
-    return found
+            by_side.setdefault(sample.side, Counter())[f"{sample.load}: {kind}"] += count
+    return by_side
 
 
 def show(value: float | None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,7 +26,7 @@ from vllm_sched.workers.launch import Worker, WorkerError, free_port
 DIRECT, OURS = "direct", "vllm-sched"
 READY_TIMEOUT_S = 60.0
 TRIAL_S = 0.2
-STOP_GRACE_S = 3.0
+STOP_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ async def stage(
     for over, wanted, pair in ((False, combined, urls[:2]), (True, hands_over, urls[2:])):
         if wanted:
             their = [_their_router(folder, o, pair) for o in opponents if o.hands_over is over]
-            routers += [(each, over) for each in (our_router(folder, pair, over), *their)]
+            routers += [(router, over) for router in (our_router(folder, pair, over), *their)]
     async with AsyncExitStack() as stack:
         report_progress("starting the mock workers")
         with processes.running_on(cpus.others):
@@ -101,22 +102,27 @@ def our_router(folder: Path, urls: Sequence[str], hands_over: bool = False) -> W
 
     `disaggregate_above: auto` would not hand over between mock workers, so it is set to 1.
     """
-    port = free_port()
     first, second = ("prefill", "decode") if hands_over else ("short", "long")
-    fleet: dict[str, object] = {
+    fleet: dict[str, Any] = {
         "model": mock.MODEL,
         "workers": [
             {"name": f"{first[0]}0", "role": first, "url": urls[0]},
             {"name": f"{second[0]}0", "role": second, "url": urls[1]},
         ],
-        "router": {"host": HOST, "port": port, "admin": {"host": HOST, "port": free_port()}},
     }
     if hands_over:
         fleet |= {"transfer": "nixl", "routing": {"disaggregate_above": 1}}
-    path = folder / ("handover.yaml" if hands_over else "fleet.yaml")
+    return router_process(OURS, folder / ("handover.yaml" if hands_over else "fleet.yaml"), fleet)
+
+
+def router_process(name: str, path: Path, fleet: dict[str, Any]) -> Worker:
+    """Return our router as users start it, with a fleet file at `path` that names free ports."""
+    port = free_port()
+    router = {"host": HOST, "port": port, "admin": {"host": HOST, "port": free_port()}}
+    fleet = {**fleet, "router": router | fleet.get("router", {})}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     script = Path(sys.executable).with_name("vllm-sched")
-    return process(OURS, [str(script), "router", str(path.absolute())], port)
+    return process(name, [str(script), "router", str(path.absolute())], port)
 
 
 def _their_router(folder: Path, opponent: Opponent, urls: Sequence[str]) -> Worker:

@@ -30,7 +30,7 @@ IN_FLIGHT_METRICS = (
 def children_of(pid: int) -> list[int]:
     with suppress(OSError):
         tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     return []
 
 

@@ -158,9 +158,9 @@ def growth(usages: list[tuple[float, int]], last: tuple[float, int]) -> list[str
     if len(usages) < 2:
         return []
     (rss, files), (last_rss, last_files) = usages[0], last
-    found = []
+    lines = []
     if last_rss > rss * MAX_MEMORY_RATIO:
-        found.append(f"memory: {rss:.0f} MiB at first, {last_rss:.0f} at the end")
+        lines.append(f"memory: {rss:.0f} MiB at first, {last_rss:.0f} at the end")
     if last_files > files + MAX_MORE_FILES:
-        found.append(f"files: {files} at first, {last_files} at the end")
-    return found
+        lines.append(f"files: {files} at first, {last_files} at the end")
+    return lines

@@ -39,8 +39,8 @@ Runs = dict[Side, list[Figures]]  # by seed
 
 def sides(counts: Sequence[int], ages_s: Sequence[float]) -> list[Side]:
     """Return the sides: one router first, then each number of routers with and without ages."""
-    some = [count for count in counts if count > 1]
-    return [ONE, *(Side(count, age) for count in some for age in (*ages_s, None))]
+    several = [count for count in counts if count > 1]
+    return [ONE, *(Side(count, age) for count in several for age in (*ages_s, None))]
 
 
 def ratios(runs: Runs, side: Side) -> list[float]:
@@ -52,19 +52,19 @@ def ratios(runs: Runs, side: Side) -> list[float]:
 def table(rate: float, runs: Runs) -> Table:
     layout = Table(*COLUMNS, box=box.MARKDOWN, title=f"{rate:g} requests/s")
     for side in runs:
-        each = mean_of(runs[side])
-        found = ratios(runs, side)
+        figures = mean_of(runs[side])
+        side_ratios = ratios(runs, side)
         layout.add_row(
             str(side.routers),
             "-" if side is ONE else "none" if side.age_s is None else f"{side.age_s * 1e3:g} ms",
-            f"{each.in_time:.1%}",
-            f"{each.goodput:.2f}",
-            f"{mean(found):.3f} ({min(found):.3f} to {max(found):.3f})",
-            f"{each.short_p50 * 1e3:.0f} / {each.short_p99 * 1e3:.0f} ms",
-            f"{each.long_p50:.2f} / {each.long_p99:.1f} s",
-            f"{each.tpot_p50 * 1e3:.1f} / {each.tpot_p99 * 1e3:.1f} ms",
-            f"{each.refused:.1%}",
-            f"{each.most:.0f}",
+            f"{figures.in_time:.1%}",
+            f"{figures.goodput:.2f}",
+            f"{mean(side_ratios):.3f} ({min(side_ratios):.3f} to {max(side_ratios):.3f})",
+            f"{figures.short_p50 * 1e3:.0f} / {figures.short_p99 * 1e3:.0f} ms",
+            f"{figures.long_p50:.2f} / {figures.long_p99:.1f} s",
+            f"{figures.tpot_p50 * 1e3:.1f} / {figures.tpot_p99 * 1e3:.1f} ms",
+            f"{figures.refused:.1%}",
+            f"{figures.most:.0f}",
         )
     return layout
 
@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     played = sides(args.routers, [age / 1e3 for age in args.age_ms])
     loads = [Load(rate, args.seconds, args.max_requests) for rate in args.rates]
     jobs = [(side, load, seed) for load, side, seed in product(loads, played, args.seeds)]
-    found: dict[Load, Runs] = defaultdict(lambda: defaultdict(list))
+    by_load: dict[Load, Runs] = defaultdict(lambda: defaultdict(list))
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for (side, load, _), figures in zip(jobs, pool.map(play, jobs), strict=True):
-            found[load][side].append(figures)
-    for load, runs in found.items():
+            by_load[load][side].append(figures)
+    for load, runs in by_load.items():
         console.print(table(load.rate, runs))
         for side in runs:
             if side.age_s is not None and (ratio := mean(ratios(runs, side))) < TARGET:

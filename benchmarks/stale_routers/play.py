@@ -87,12 +87,12 @@ def play(job: tuple[Side, Load, int]) -> Figures:
     fleet = make_fleet(side, load, seed)
     outcomes = fleet.play(make_schedule(load, seed)).outcomes
     fleet.close()
-    good = [each for each in outcomes if each.good]
+    good = [outcome for outcome in outcomes if outcome.good]
     limit = fleet.router.settings.short_limit
     ttfts: dict[bool, list[float]] = {False: [], True: []}
-    for each in good:
-        ttfts[each.prompt_tokens + each.completed > limit].append(each.ttft)
-    tpots = [each.tpot for each in good if each.tpot is not None]
+    for outcome in good:
+        ttfts[outcome.prompt_tokens + outcome.completed > limit].append(outcome.ttft)
+    tpots = [outcome.tpot for outcome in good if outcome.tpot is not None]
     in_time = sum(map(TARGETS.is_met_by, good))
     return Figures(
         in_time / len(outcomes),

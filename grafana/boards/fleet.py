@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from grafana.panels import Board, Panel, Query, Row, Variable
-from grafana.promql import OF_MODEL, ROUTER, mean, part, quantile, quantiles, rate, ratio, within
+from grafana.promql import (
+    OF_MODEL,
+    ROUTER,
+    WINDOW,
+    mean,
+    part,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
+    within,
+)
 
 # Engines are separate targets, so they are selected by model only.
 ENGINES = 'model_name=~"$model"'
@@ -382,10 +393,11 @@ WORKERS = (
         "Also how often the router began to ignore a model's breakers.", "ops",
         (
             Query(
-                rate("proxy_breaker_openings_total", ROUTER, "worker, why"), "{{worker}} {{why}}"
+                f"max by (worker, why) (rate(proxy_breaker_openings_total{{{ROUTER}}}{WINDOW}))",
+                "{{worker}} {{why}}",
             ),
             Query(
-                rate("proxy_pool_panics_total", OF_MODEL, "model, pool"),
+                f"max by (model, pool) (rate(proxy_pool_panics_total{{{OF_MODEL}}}{WINDOW}))",
                 "{{model}} {{pool}} ignored",
             ),
         ),

@@ -16,7 +16,7 @@ from fastapi import APIRouter, FastAPI, Query
 
 from proxy.admin.auth import HostCheck
 from proxy.admin.body_limit import BodyLimit
-from proxy.admin.errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
+from proxy.admin.errors import HANDLED, INVALID, AdminError, ErrorAnswer, handle_error
 from proxy.admin.key import AdminKey
 from proxy.admin.log_routes import log_routes
 from proxy.admin.reference import reference_routes
@@ -99,7 +99,7 @@ def admin_app(
     app.add_middleware(BodyLimit)
     app.add_middleware(HostCheck, host=host, key=key)
     for error_type in HANDLED:
-        app.add_exception_handler(error_type, answer)
+        app.add_exception_handler(error_type, handle_error)
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
     app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
     app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
@@ -131,7 +131,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         """
         refuse_conflicts(worker, list(state.router.fleet.roster), state.config)
         state.add_worker(worker)
-        logger.info("worker %s is added by the admin API", worker.name)
+        logger.info("worker %s is added by the admin API, until a reload or restart", worker.name)
         return shown_worker(find(worker.name), clock())
 
     @api.post("/{name}/drain", summary="Drain a worker: no new requests; requests in flight finish")
@@ -181,10 +181,10 @@ def refuse_conflicts(worker: WorkerConfig, others: list[Worker], config: FleetCo
     """Raise `AdminError` if a worker cannot join the fleet."""
     problems = []
     place = None if worker.address is None else server_at(*worker.address)
-    ours = (config.router, config.router.admin)
+    router_ports = (config.router, config.router.admin)
     if place is None:
         problems.append(Problem("url", "missing; write http://host:port"))
-    elif place in {server_at(each.host, each.port) for each in ours}:
+    elif place in {server_at(port.host, port.port) for port in router_ports}:
         problems.append(Problem("url", "is this router's own address; give that of a worker"))
     if worker.launch is not None:
         problems.append(Problem("launch", "only `vllm-sched up` starts workers; remove it"))

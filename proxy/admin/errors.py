@@ -48,7 +48,7 @@ class AdminError(ProxyError):
         super().__init__(message)
 
 
-async def answer(request: Request, error: Exception) -> JSONResponse:
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
     match error:
         case AdminError():
             return error_response(error.status, error.code, str(error), error.problems)

@@ -165,9 +165,9 @@ def shown_answer(outcome: Decision | Refusal) -> Explanation:
 
 def explanation(router: Router, question: Question, default_model: str, now: float) -> Explanation:
     model = question.model or default_model
-    if model not in (known := router.fleet.roster.models()):
+    if model not in (models := router.fleet.roster.models()):
         return shown_answer(
-            model_not_served(model, known, all_listed=router.fleet.roster.all_listed(model))
+            model_not_served(model, models, all_listed=router.fleet.roster.all_listed(model))
         )
     usual = int(router.sizer.prior(model, CHAT).median().output)
     limit = router.settings.short_limit

@@ -32,7 +32,7 @@ from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.headers import status_line
-from proxy.http.local_responses import answer, refuse
+from proxy.http.local_responses import refuse, respond
 from proxy.metrics.registry import CLIENT_GONE
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ class BatchApiRequest:
             return refusal
         self._entered = True
         in_progress[self._tenant] += 1
-        collecting, size = self._api.wire.collecting, len(self._request.body)
-        self._budget_account = collecting.account(self._request.head.tenant)
+        budget, size = self._api.wire.body_budget, len(self._request.body)
+        self._budget_account = budget.account(self._request.head.tenant)
         try:
-            collecting.reserve(size, self._budget_account)
+            budget.reserve(size, self._budget_account)
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
@@ -156,7 +156,7 @@ class BatchApiRequest:
 
     def _release(self, _: object) -> None:
         self._task = None  # a cancelled task's traceback keeps the body alive
-        self._api.wire.collecting.release(self._held_bytes, self._budget_account)
+        self._api.wire.body_budget.release(self._held_bytes, self._budget_account)
 
     def _finish(self) -> None:
         wire = self._api.wire
@@ -212,7 +212,7 @@ class BatchApiRequest:
         else:
             if body is not None:
                 headers = [(b"X-Request-Id", self._request.id)]
-                data = answer(200, body, headers=headers, keep_alive=self._is_kept_alive)
+                data = respond(200, body, headers=headers, keep_alive=self._is_kept_alive)
                 self._respond(200, data)
 
     @property
@@ -222,8 +222,8 @@ class BatchApiRequest:
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
         wire = self._api.wire
-        done = FinishedRequest(noun.name, status, reason, wire.clock() - self._began)
-        wire.count_answered(done, self._request, self._sent)
+        finished = FinishedRequest(noun.name, status, reason, wire.clock() - self._began)
+        wire.count_answered(finished, self._request, self._sent)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._begun:
@@ -261,6 +261,14 @@ class BatchApiRequest:
             return orjson.dumps(await create())
         store = self._api.store
         page, purpose = request_parsing.parse_page(self._request, of_files=noun == "files")
+        if page.after is not None:
+            find = Store.file if noun == "files" else Store.batch
+            if await store(find, self._tenant, page.after) is None:
+                message = (
+                    f"{page.after[:200]!r}: 'after' must be an object of the list. If it was "
+                    "deleted, list again without 'after'."
+                )
+                raise RefusedRequestError(400, message, "after")
         if noun == "files":
             files = await store(Store.files, self._tenant, page, purpose)
             return list_json([file_json(item) for item in files], page.limit)
@@ -302,8 +310,8 @@ class BatchApiRequest:
             store, last = self._api.store, 0
             while (after := await store(Store.delete_results_after, file, last)) is not None:
                 last = after
-            gone = await store(Store.delete_file, self._tenant, file_id)
-            return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
+            deleted = await store(Store.delete_file, self._tenant, file_id)
+            return orjson.dumps({"id": file_id, "object": "file", "deleted": deleted})
         return orjson.dumps(file_json(file))
 
     async def _serve_batch(self, batch_id: str, action: str | None) -> bytes:

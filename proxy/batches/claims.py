@@ -37,9 +37,9 @@ class Claims:
         self, batches: Iterable[BatchProgress], unsaved: list[LineResult]
     ) -> None:
         """Release lines that are not known here; their claim outlived a lost connection."""
-        known = {(result.batch, result.number) for result in unsaved}
-        known |= {(job.batch, job.number) for batch in batches for job in batch.unfinished_jobs}
-        await self._store(Store.release_other_lines, known)
+        in_use = {(result.batch, result.number) for result in unsaved}
+        in_use |= {(job.batch, job.number) for batch in batches for job in batch.unfinished_jobs}
+        await self._store(Store.release_other_lines, in_use)
         self._session = self.duties.session
 
     async def release_idle(self, progress: BatchProgress, wire: WireServer) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from proxy.core.request.multipart import boundary_of
+
 MAX_PARTS = 16
 MAX_PART_HEAD_BYTES = 4096
 NAME = re.compile(rb'(?:^|[;\s])name="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
@@ -24,9 +26,8 @@ class FormField:
 
 def read_form(body: bytes, content_type: bytes) -> dict[str, FormField]:
     """Return the fields by name; the last field of a name wins."""
-    kind, _, parameter = content_type.partition(b"boundary=")
-    boundary = parameter.split(b";")[0].strip().strip(b'"')
-    if not kind.strip().lower().startswith(b"multipart/form-data") or not boundary:
+    boundary = boundary_of(content_type)
+    if not content_type.strip().lower().startswith(b"multipart/form-data") or not boundary:
         raise FormError("Upload the file as multipart/form-data with a boundary.")
     mark = b"--" + boundary
     at = 0 if body.startswith(mark) else body.find(LINE_END + mark) + len(LINE_END)

@@ -196,8 +196,8 @@ class BatchScheduler:
         batches = await self._store(Store.active_batches)
         counted = batches if self.is_leader else ()
         self.counts.active = Counter(batch.status.value for batch in counted)
-        known = {batch.id for batch in batches}
-        for missing in self._running.keys() - known:
+        ids = {batch.id for batch in batches}
+        for missing in self._running.keys() - ids:
             self._cancel_lines(missing)
         for batch in batches:
             await self._advance_batch(batch)
@@ -212,8 +212,10 @@ class BatchScheduler:
             pass  # its input is being validated, or it is being completed
         elif batch.status is Status.VALIDATING:
             if self.is_leader:
-                most, wall = self.settings.max_lines, self._wall
-                self._maintenance.add(batch, lambda store: validate_input(store, batch, most, wall))
+                max_lines, wall = self.settings.max_lines, self._wall
+                self._maintenance.add(
+                    batch, lambda store: validate_input(store, batch, max_lines, wall)
+                )
         elif self.is_leader and batch.completed + batch.failed >= batch.total:
             await self._end_batch(batch, Status.COMPLETED)
         elif batch.id not in self._running:

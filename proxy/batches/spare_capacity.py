@@ -28,11 +28,11 @@ def has_spare_capacity(router: Router, model: str, now: float, size: int = 0) ->
     the router refuses the line. `size`, in bytes, only decides if a line needs a prefill worker.
     """
     fleet = router.fleet
-    known = fleet.roster.models()
-    if not known:
+    models = fleet.roster.models()
+    if not models:
         return False
-    if not model and len(known) == 1:
-        model = known[0]
+    if not model and len(models) == 1:
+        model = models[0]
     if not fleet.roster.serves(model):
         return fleet.roster.all_listed(model)
     if router.queue.has_waiting_for(model):

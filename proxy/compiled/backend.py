@@ -72,10 +72,10 @@ def build_wheel(
         return name
     tag = platform_tag()
     wheel = Path(wheel_directory, name)
-    made = wheel.with_name(name.replace("py3-none-any", tag))
-    add(wheel, compiled, made, tag)
+    platform_wheel = wheel.with_name(name.replace("py3-none-any", tag))
+    add(wheel, compiled, platform_wheel, tag)
     wheel.unlink()
-    return made.name
+    return platform_wheel.name
 
 
 def _compiled() -> Path | None:
@@ -94,9 +94,9 @@ def _compiled() -> Path | None:
     return folder
 
 
-def add(wheel: Path, compiled: Path, made: Path, tag: str) -> None:
+def add(wheel: Path, compiled: Path, platform_wheel: Path, tag: str) -> None:
     """Write a copy of a plain wheel, with compiled modules and a platform tag."""
-    with ZipFile(wheel) as plain, ZipFile(made, "w", ZIP_DEFLATED) as new:
+    with ZipFile(wheel) as plain, ZipFile(platform_wheel, "w", ZIP_DEFLATED) as new:
         files = {info.filename: plain.read(info) for info in plain.infolist()}
         for path in sorted(compiled.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:

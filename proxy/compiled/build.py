@@ -104,7 +104,7 @@ def require_compiler() -> None:
 def _run(command: list[str], folder: Path) -> None:
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {SWITCH: "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=folder,
         env=environment,
@@ -113,9 +113,9 @@ def _run(command: list[str], folder: Path) -> None:
         stderr=subprocess.STDOUT,
         umask=0o022,
     )
-    if done.returncode:
-        lines = done.stdout.splitlines()[-ERROR_LINES:]
-        raise CompileError("\n".join([f"exit status {done.returncode}:", *lines]))
+    if process.returncode:
+        lines = process.stdout.splitlines()[-ERROR_LINES:]
+        raise CompileError("\n".join([f"exit status {process.returncode}:", *lines]))
 
 
 def _compile(folder: Path) -> None:

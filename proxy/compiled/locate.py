@@ -29,8 +29,8 @@ class CompileError(ProxyError):
 
 def compiled_sources() -> list[Path]:
     plain = {PACKAGE / module for module in PLAIN}
-    found = (path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
-    return sorted(path for path in found if path.stem != "__init__" and path not in plain)
+    sources = (path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
+    return sorted(path for path in sources if path.stem != "__init__" and path not in plain)
 
 
 def compiled_names() -> list[str]:
@@ -44,11 +44,11 @@ def name() -> str:
 
     It depends on all sources: a module is compiled with the types of its imports.
     """
-    found = sha256(BUILD_VERSION + PLATFORM.encode())
+    digest = sha256(BUILD_VERSION + PLATFORM.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
-        found.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
-        found.update(path.read_bytes() + b"\0")
-    return f"{PLATFORM}-{found.hexdigest()[:16]}"
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return f"{PLATFORM}-{digest.hexdigest()[:16]}"
 
 
 def found() -> Path | None:

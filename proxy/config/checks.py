@@ -188,8 +188,8 @@ def check_pools(draft: PartialConfig) -> Iterator[Problem]:
         path, place = f"discovery.pools[{index}]", ("discovery", "pools", index)
         sure = draft.has_valid(place, "selector", "dns")
         if sure and (pool.selector is None) == (pool.dns is None):
-            which = "neither" if pool.dns is None else "both"
-            yield Problem(path, f"has {which} of selector and dns; give exactly one")
+            quantity = "neither" if pool.dns is None else "both"
+            yield Problem(path, f"has {quantity} of selector and dns; give exactly one")
         if pool.dns is not None and isinstance(pool.port, str):
             why = f"{pool.port!r}: a DNS look-up returns no port names; give the number"
             yield Problem(f"{path}.port", why)
@@ -199,8 +199,8 @@ def check_pools(draft: PartialConfig) -> Iterator[Problem]:
 
 def _largest(workers: Iterable[WorkerConfig], role: str) -> tuple[int, str] | None:
     """Return the largest context length of a role; None if the file does not state all of them."""
-    known = [(w.stated_max_model_len or 0, w.name) for w in workers if w.role == role]
-    return max(known) if known and all(length for length, _ in known) else None
+    contexts = [(w.stated_max_model_len or 0, w.name) for w in workers if w.role == role]
+    return max(contexts) if contexts and all(length for length, _ in contexts) else None
 
 
 def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
@@ -228,6 +228,16 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
             f"router.max_body_bytes, {router.max_body_bytes}; give "
             f"{max(router.max_body_bytes - FORM_BYTES, 1)} or less, or raise router.max_body_bytes",
         )
+
+
+def check_drain(draft: PartialConfig) -> Iterator[Problem]:
+    """Check that requests have time to finish after the notice of a drain."""
+    if (router := draft.router) is None:
+        return
+    notice_s, drain_s = router.drain_notice_s, router.drain_s
+    if notice_s and notice_s >= drain_s and draft.has_valid(("router",), "drain_s"):
+        why = f"is part of drain_s, {drain_s:g}, and leaves requests no time to finish; give less"
+        yield Problem("router.drain_notice_s", f"{notice_s:g}: {why}")
 
 
 def check_shared(draft: PartialConfig) -> Iterator[Problem]:
@@ -330,6 +340,7 @@ CHECKS: tuple[Check, ...] = (
     check_short_limit,
     check_pools,
     check_sizes,
+    check_drain,
     check_shared,
     check_roles,
     check_threshold,

@@ -134,10 +134,10 @@ class RouterConfig(Block):
     """Number of router processes that serve the port together. auto: one per processor that the
     router may use, 8 at most"""
     drain_notice_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds at the start of drain_s in which /ready returns 503 while the router still serves
-    everything. A load balancer that polls /ready has time to notice before connections are
-    refused. Responses in this time close the client's connection; idle connections are closed at
-    its end"""
+    """Seconds at the start of drain_s, less than drain_s, in which /ready returns 503 while the
+    router still serves everything. A load balancer that polls /ready has time to notice before
+    connections are refused. Responses in this time close the client's connection; idle connections
+    are closed at its end"""
     queue: QueueConfig = QueueConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()

@@ -107,11 +107,11 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
 
 def _named(problem: Problem, data: Mapping[str, Any]) -> Problem:
     """Add the name of the entry of a list; in a long list its number is no help."""
-    if (found := ENTRY.match(problem.path)) is None:
+    if (match := ENTRY.match(problem.path)) is None:
         return problem
     place: Any = data
     try:
-        for key in (*found[1].split("."), int(found[2]), "name"):
+        for key in (*match[1].split("."), int(match[2]), "name"):
             place = place[key]
     except (LookupError, TypeError):
         return problem
@@ -131,13 +131,13 @@ def _load_yaml(text: str) -> object:
     return data
 
 
-def _size(data: object, known: dict[int, float]) -> float:
+def _size(data: object, sizes: dict[int, float]) -> float:
     if not isinstance(data, (dict, list, tuple)):
         return 1
-    if (size := known.get(id(data))) is None:
-        known[id(data)] = inf
+    if (size := sizes.get(id(data))) is None:
+        sizes[id(data)] = inf
         inner = data.values() if isinstance(data, dict) else data
-        size = known[id(data)] = 1 + sum(_size(value, known) for value in inner)
+        size = sizes[id(data)] = 1 + sum(_size(value, sizes) for value in inner)
     return size
 
 
@@ -166,11 +166,11 @@ def _transfer(raw: object) -> TransferConfig | None:
 
 
 def _parse_blocks(
-    kind: type[BlockType], given: object
+    kind: type[BlockType], blocks: object
 ) -> tuple[dict[int, BlockType], dict[int, BlockType]]:
     """Return the blocks of a list by index: blocks with valid shared fields, and all blocks."""
     valid, legible = {}, {}
-    for index, raw in enumerate(given) if isinstance(given, list) else ():
+    for index, raw in enumerate(blocks) if isinstance(blocks, list) else ():
         errors: list[ErrorDetails] = []
         block = _parse_block(kind, raw, f"nameless-{index}", errors)
         if block is not None:
@@ -188,10 +188,10 @@ def _parse_block(
         try:
             return kind.model_validate(raw)
         except ValidationError as error:
-            found = error.errors(include_url=False)
+            details = error.errors(include_url=False)
         if errors is not None:
-            errors += found
-        for detail in found:
+            errors += details
+        for detail in details:
             raw = _remove_field(raw, detail["loc"])
         if name and isinstance(raw, dict):
             raw = {"name": name} | raw
@@ -328,10 +328,10 @@ def _known(block: type[BaseModel] | None) -> list[str]:
 
 
 def _suggestion(name: str, block: type[BaseModel] | None) -> str:
-    known = _known(block)
-    if close := difflib.get_close_matches(name, known, n=1):
+    names = _known(block)
+    if close := difflib.get_close_matches(name, names, n=1):
         return f"did you mean {close[0]}?"
-    return f"leave it out; valid: {', '.join(known)}"
+    return f"leave it out; valid: {', '.join(names)}"
 
 
 def _shown(location: Sequence[int | str], value: object) -> str:

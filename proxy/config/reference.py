@@ -49,19 +49,19 @@ def reference() -> str:
 @cache
 def places() -> list[Place]:
     """Return all blocks with their paths, the root first; each block once, at its shortest path."""
-    found: list[Place] = []
+    blocks: list[Place] = []
     waiting: list[Place] = [("", FleetConfig)]
     while waiting:
         path, block = waiting.pop(0)
-        found.append((path, block))
+        blocks.append((path, block))
         inner = [
             (f"{path}.{key(name, field)}{'[]' if _is_list(field) else ''}".lstrip("."), child)
             for name, field in block.model_fields.items()
             for child in blocks_in(field.annotation)
         ]
         waiting = inner + waiting  # depth first: a block is followed by its inner blocks
-    nearest = {block: path for path, block in sorted(found, key=_depth, reverse=True)}
-    return [(path, block) for path, block in found if nearest[block] == path]
+    nearest = {block: path for path, block in sorted(blocks, key=_depth, reverse=True)}
+    return [(path, block) for path, block in blocks if nearest[block] == path]
 
 
 def _depth(place: Place) -> int:

@@ -30,9 +30,9 @@ def _url(url: str) -> str:
     options = parse_qs(parts.query, keep_blank_values=True)
     if parts.password is not None or "password" in options:
         raise ValueError(VISIBLE)
-    known = (DATABASE, *TLS_OPTIONS) if parts.scheme == "rediss" else (DATABASE,)
-    if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"{unknown[0]} is no option here; valid: {', '.join(known)}")
+    valid = (DATABASE, *TLS_OPTIONS) if parts.scheme == "rediss" else (DATABASE,)
+    if unknown := [name for name in options if name not in valid]:
+        raise ValueError(f"{unknown[0]} is no option here; valid: {', '.join(valid)}")
     database_of(url)
     return url
 

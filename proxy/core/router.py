@@ -2,12 +2,12 @@
 
     refusal = router.refusal_if_spent(tenant, now)
     info = router.read(request)            # a RequestInfo or a Refusal; charge_refused_read
-    answer = router.submit(info, now)      # a Lease, a Ticket or a Refusal
+    placement = router.submit(info, now)   # a Lease, a Ticket or a Refusal
     router.leases.record_first_token(lease, now); router.leases.record_tokens(lease, 1); ...
     router.leases.end_prefill(lease, now, usage)    # of a hand-over
     router.leases.finish(lease, now, outcome, usage)
-    answer = router.retry(lease, now, failure)    # instead of finish
-    for ticket, answer in router.pop_due(now): ...
+    placement = router.retry(lease, now, failure)   # instead of finish
+    for ticket, placement in router.pop_due(now): ...
 
 Finish every lease exactly once. A ticket ends once, by `pop_due` or `withdraw`.
 """
@@ -95,7 +95,7 @@ class Router:
 
     def enter(self, info: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""
-        refusal = billing.enter(info, now, again=False, uncounted=True)
+        refusal = billing.enter(info, now, is_retry=False, uncounted=True)
         return self._count_if_refused(info.model, refusal)
 
     def _count_if_refused(self, model: str, refusal: Refusal | None) -> Refusal | None:
@@ -180,12 +180,12 @@ class Router:
         """Enter a request into its tenant's account, and place or queue it."""
         if info.tenant is None:
             return self._place_or_queue(info, now, attempts)
-        if (refusal := billing.enter(info, now, again=attempts.is_retry)) is not None:
+        if (refusal := billing.enter(info, now, is_retry=attempts.is_retry)) is not None:
             return self.placer.count_refusal(info.model, refusal)
-        answer = self._place_or_queue(info, now, attempts)
-        if isinstance(answer, Refusal):
+        placement = self._place_or_queue(info, now, attempts)
+        if isinstance(placement, Refusal):
             billing.leave(info, now)
-        return answer
+        return placement
 
     def _place_or_queue(
         self, info: RequestInfo, now: float, attempts: Attempts
@@ -194,10 +194,10 @@ class Router:
         wait: CacheWait | None = None
         pauses = now < attempts.retry_at
         if (none_ahead or attempts.is_retry or info.pinned) and not (attempts.owes or pauses):
-            answer = self.placer.place(info, now, attempts, free=none_ahead)
-            if answer is not None and not isinstance(answer, CacheWait):
-                return answer
-            wait = answer
+            placement = self.placer.place(info, now, attempts, none_ahead=none_ahead)
+            if placement is not None and not isinstance(placement, CacheWait):
+                return placement
+            wait = placement
         queued = self._enqueue(info, now, attempts, wait)
         if pauses:
             if isinstance(queued, Refusal):  # a full queue
@@ -246,8 +246,8 @@ class Router:
     def withdraw(self, ticket: Ticket, now: float) -> None:
         if self.queue.remove(ticket):
             billing.leave(ticket.info, now)
-        elif isinstance(answer := self.queue.ended.pop(ticket, None), Lease):
-            self.leases.finish(answer, now, Outcome.MOOT)
+        elif isinstance(placement := self.queue.ended.pop(ticket, None), Lease):
+            self.leases.finish(placement, now, Outcome.MOOT)
 
     def pop_due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Remove and return the tickets that are placed, refused or expired."""
@@ -258,28 +258,28 @@ class Router:
         if queue.remote_queues is not None:  # other processes may need room
             queue.make_room(queue.mean_amounts, self.placer.place_queued, now)
         self._evict(queue.choose_surplus(), now)
-        gone: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
+        ended: list[tuple[Ticket, Lease | Refusal]] = [*queue.ended.items()]
         queue.ended.clear()
         for ticket in queue.pop_expired(now):
             refusal = waited_too_long(ticket, queue, now)
-            gone.append((ticket, self.placer.count_refusal(ticket.info.model, refusal)))
-        gone += queue.dispatch(self._place_or_refuse, now)
-        for ticket, answer in gone:
-            if isinstance(answer, Refusal):
+            ended.append((ticket, self.placer.count_refusal(ticket.info.model, refusal)))
+        ended += queue.dispatch(self._place_or_refuse, now)
+        for ticket, placement in ended:
+            if isinstance(placement, Refusal):
                 billing.leave(ticket.info, now)
-        return gone
+        return ended
 
     def _place_or_refuse(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
         """Place a queued request, or refuse one without hope; None: it waits on."""
         info, attempts = ticket.info, ticket.attempts
-        answer: Lease | Refusal | CacheWait | None = None
+        placement: Lease | Refusal | CacheWait | None = None
         if now >= attempts.retry_at and (not attempts.owes or self._retries.has_retry(now)):
-            answer = self.placer.place_queued(ticket, now)
-        if attempts.owes and isinstance(answer, Lease):
+            placement = self.placer.place_queued(ticket, now)
+        if attempts.owes and isinstance(placement, Lease):
             self._retries.spend(now)
-            answer.attempts = replace(answer.attempts, owes=False)
-        if answer is not None:
-            return answer
+            placement.attempts = replace(placement.attempts, owes=False)
+        if placement is not None:
+            return placement
         refusal = candidates.why_hopeless(self._roster, info, now, attempts)
         return self._count_if_refused(info.model, refusal)
 

@@ -51,7 +51,7 @@ class Discovery:
         self._spec_of = spec_of
         self._source_of = source_of or source
         self._config = config
-        self._mine: dict[str, Worker] = {}  # added here
+        self._added: dict[str, Worker] = {}
         self._drained: set[Worker] = set()  # here; an operator's drains stay
         self._refused: set[str] = set()  # already logged
         self._sources: dict[DiscoveredPool, AddressSource] = {}
@@ -72,20 +72,20 @@ class Discovery:
     def pool_of(self, name: str) -> str:
         """Return the name of the pool in which a worker was found; empty for other workers."""
         pools = (pool.config.name for pool in self.pools if name in pool.known)
-        return next(pools, "") if name in self._mine else ""
+        return next(pools, "") if name in self._added else ""
 
     def endpoints_by_pool(self) -> dict[str, Endpoints]:
         """Return the endpoints of each pool, for a process that takes over."""
         return {pool.config.name: pool.known for pool in self.pools}
 
-    def adopt(self, known: Mapping[str, Endpoints]) -> None:
+    def adopt(self, endpoints: Mapping[str, Endpoints]) -> None:
         """Take over endpoints and fleet from another process."""
         for pool in self.pools:
-            pool.known = dict(known.get(pool.config.name, {}))
+            pool.known = dict(endpoints.get(pool.config.name, {}))
         for name, (config, useful) in self._discovered_workers().items():
             worker = self._roster.get(name)
             if worker is not None and worker.url == config.url:
-                self._mine[name] = worker
+                self._added[name] = worker
                 if worker.draining and not useful:
                     self._drained.add(worker)
 
@@ -111,30 +111,30 @@ class Discovery:
     def reloaded(self) -> None:
         """Adopt the fleet after a reload, which has added all discovered workers."""
         workers = {name: self._roster.get(name) for name in self._discovered_workers()}
-        self._mine = {name: worker for name, worker in workers.items() if worker is not None}
-        self._drained &= set(self._mine.values())
+        self._added = {name: worker for name, worker in workers.items() if worker is not None}
+        self._drained &= set(self._added.values())
         self._refused.clear()
         self.sync()
 
     def _configure(self, config: FleetConfig, keys: Mapping[str, str | None]) -> None:
-        taken = []
+        sources = []
         if (discovery := config.discovery) is not None:
-            taken = [(pool, self._find_source(discovery, pool)) for pool in discovery.pools]
+            sources = [(pool, self._find_source(discovery, pool)) for pool in discovery.pools]
         # Nothing below can fail.
-        for pool, (known, _) in taken:
-            known.config, known.key = pool, keys[pool.name]
-        self._sources = dict(known for _, known in taken)
+        for pool, (discovered, _) in sources:
+            discovered.config, discovered.key = pool, keys[pool.name]
+        self._sources = dict(source for _, source in sources)
         self._config = config
         # Requests for a model without workers, such as removed ones, get 503 instead of 404.
-        named = [pool.model for pool, _ in taken] + [worker.model for worker in config.workers]
+        named = [pool.model for pool, _ in sources] + [worker.model for worker in config.workers]
         self._roster.expect(model or config.model for model in named)
 
     def _find_source(
         self, discovery: DiscoveryConfig, pool: PoolConfig
     ) -> tuple[DiscoveredPool, AddressSource]:
-        for known, made in self._sources.items():
-            if self._is_same_source(known.config, pool, discovery):
-                return known, made
+        for discovered, source in self._sources.items():
+            if self._is_same_source(discovered.config, pool, discovery):
+                return discovered, source
         return DiscoveredPool(pool, self.sync), self._source_of(discovery, pool)
 
     def _is_same_source(self, old: PoolConfig, new: PoolConfig, discovery: DiscoveryConfig) -> bool:
@@ -150,18 +150,18 @@ class Discovery:
     def _update_tasks(self) -> None:
         for pool in self._tasks.keys() - self._sources.keys():
             self._tasks.pop(pool).cancel()
-        for pool, made in self._sources.items():
+        for pool, source in self._sources.items():
             task = self._tasks.get(pool)
             if task is None or task.done():
                 if task is not None and not task.cancelled() and (error := task.exception()):
                     logger.error("discovery of pool %s failed", pool.config.name, exc_info=error)
-                self._tasks[pool] = asyncio.create_task(made.run(pool), name="discovery")
+                self._tasks[pool] = asyncio.create_task(source.run(pool), name="discovery")
 
     def _drop_silent(self) -> None:
         for pool in self.pools:
             silent = set()
             for name in pool.kept:
-                worker = self._mine.get(name)
+                worker = self._added.get(name)
                 if worker is None or (worker.probed and not worker.up):
                     silent.add(name)
             if silent:
@@ -170,18 +170,17 @@ class Discovery:
     def sync(self) -> None:
         """Add, drain and remove workers as the pools require."""
         wanted = self._discovered_workers()
-        for name, worker in list(self._mine.items()):
+        for name, worker in list(self._added.items()):
             if name in wanted and wanted[name][0].url == worker.url:
                 continue
-            del self._mine[name]
+            del self._added[name]
             self._drained.discard(worker)
             self._roster.remove(name)
             logger.info("worker %s at %s is gone", name, worker.url)
         for name, (config, useful) in wanted.items():
-            known = self._mine.get(name) or self._add(config)
-            if known is not None:
-                self._set_journal(known, config.journal)
-                self._drain(known, draining=not useful)
+            if (added := self._added.get(name) or self._add(config)) is not None:
+                self._set_journal(added, config.journal)
+                self._drain(added, draining=not useful)
 
     def _add(self, config: WorkerConfig) -> Worker | None:
         for other in self._roster:
@@ -189,7 +188,7 @@ class Discovery:
                 why = f"worker {other.name} at {other.url} is already in the fleet"
                 self._refuse(f"{config.name} at {config.url}", why)
                 return None
-        worker = self._mine[config.name] = self._roster.add(self._spec_of(config, self._config))
+        worker = self._added[config.name] = self._roster.add(self._spec_of(config, self._config))
         logger.info("worker %s discovered at %s, role %s", worker.name, worker.url, config.role)
         return worker
 
@@ -212,7 +211,7 @@ class Discovery:
         names = {worker.name for worker in self._config.workers}
         for pool in self.pools:
             for endpoint, useful in pool.members():
-                if endpoint.leaving and endpoint.name not in self._mine:
+                if endpoint.leaving and endpoint.name not in self._added:
                     continue
                 if endpoint.name in names or endpoint.url in taken:
                     continue

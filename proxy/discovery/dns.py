@@ -42,26 +42,26 @@ class DnsSource:
     async def _look_up(self) -> set[str]:
         """Return the addresses of one family, because a worker may have both."""
         try:
-            found = await RESOLVER.look_up(self._pool.dns or "")
+            addresses = await RESOLVER.look_up(self._pool.dns or "")
         except socket.gaierror as error:
             if error.errno in NAME_NOT_FOUND:
                 return set()
             raise
-        return {host for host in found if ":" not in host} or set(found)
+        return {host for host in addresses if ":" not in host} or set(addresses)
 
     def _seen(self, hosts: set[str]) -> Endpoints:
         port = self._pool.port if isinstance(self._pool.port, int) else DEFAULT_PORT
-        found = {}
+        endpoints = {}
         for host in hosts:
             name = name_of(by_address(self._pool.name, host))
-            found[name] = Endpoint(name, host, port, scheme=self._pool.scheme)
+            endpoints[name] = Endpoint(name, host, port, scheme=self._pool.scheme)
             del self._missed[name]
         for name, endpoint in self._known.items():
-            if name not in found:
+            if name not in endpoints:
                 self._missed[name] += 1
                 if self._missed[name] < MAX_MISSES:
-                    found[name] = replace(endpoint, ready=False)
+                    endpoints[name] = replace(endpoint, ready=False)
                 else:
                     del self._missed[name]
-        self._known = dict(sorted(found.items()))
+        self._known = dict(sorted(endpoints.items()))
         return self._known

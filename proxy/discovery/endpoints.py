@@ -48,20 +48,20 @@ def read_slices(slices: Iterable[Mapping[str, Any]], pool: PoolConfig) -> Endpoi
     A worker can be in two slices, while it moves or if it has IPv4 and IPv6 addresses. It is
     returned once, with its IPv4 address.
     """
-    found: dict[str, tuple[int, Endpoint]] = {}
+    endpoints: dict[str, tuple[int, Endpoint]] = {}
     for item in slices:
         family = IPV4_FIRST.get(str(item.get("addressType")), len(IPV4_FIRST))
         for endpoint in _endpoints(item, pool):
-            other = found.get(endpoint.name)
-            found[endpoint.name] = (
+            other = endpoints.get(endpoint.name)
+            endpoints[endpoint.name] = (
                 (family, endpoint) if other is None else min(other, (family, endpoint), key=_order)
             )
-    return {name: endpoint for name, (_, endpoint) in sorted(found.items())}
+    return {name: endpoint for name, (_, endpoint) in sorted(endpoints.items())}
 
 
-def _order(found: tuple[int, Endpoint]) -> tuple[bool, bool, int]:
+def _order(numbered: tuple[int, Endpoint]) -> tuple[bool, bool, int]:
     """Order endpoints of one name: a restarted pod comes before the old pod."""
-    family, endpoint = found
+    family, endpoint = numbered
     return endpoint.leaving, not endpoint.ready, family
 
 
@@ -70,13 +70,13 @@ def _endpoints(item: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
     port, journal_port = _port(numbers, pool.port), _port(numbers, JOURNAL_PORT)
     if port is None:
         return
-    for given in item.get("endpoints") or []:
+    for entry in item.get("endpoints") or []:
         # Kubernetes: consumers should use the first address only.
-        if not (addresses := given.get("addresses")):
+        if not (addresses := entry.get("addresses")):
             continue
         host = str(addresses[0])
-        target = given.get("targetRef") or {}
-        conditions = given.get("conditions") or {}
+        target = entry.get("targetRef") or {}
+        conditions = entry.get("conditions") or {}
         yield Endpoint(
             name_of(str(target["name"]) if target.get("name") else by_address(pool.name, host)),
             host,

@@ -104,9 +104,9 @@ class KubernetesSource:
         while True:
             async with session.get(
                 self._url, params=query, headers=self._headers(), timeout=timeout
-            ) as answer:
-                await _refuse_errors(answer)
-                page = orjson.loads(await answer.read())
+            ) as response:
+                await _refuse_errors(response)
+                page = orjson.loads(await response.read())
             # Older servers write null for an empty list; a missing `items` is an error.
             slices |= {_name(item): item for item in page["items"] or ()}
             if not (more := page["metadata"].get("continue")):
@@ -130,9 +130,9 @@ class KubernetesSource:
         try:
             async with session.get(
                 self._url, params=query, headers=self._headers(), timeout=timeout
-            ) as answer:
-                await _refuse_errors(answer)
-                async for line in answer.content:
+            ) as response:
+                await _refuse_errors(response)
+                async for line in response.content:
                     version = self._apply(orjson.loads(line), slices)
                     listener.update(read_slices(slices.values(), self._pool))
         except aiohttp.ClientError as error:
@@ -186,18 +186,18 @@ def in_cluster() -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
-async def _refuse_errors(answer: aiohttp.ClientResponse) -> None:
-    if answer.status == HTTPStatus.OK:
+async def _refuse_errors(response: aiohttp.ClientResponse) -> None:
+    if response.status == HTTPStatus.OK:
         return
-    text = await answer.content.read(64 * 1024)
+    text = await response.content.read(64 * 1024)
     try:
         message = orjson.loads(text)["message"]
     except (ValueError, KeyError, TypeError):
         message = text.decode("utf-8", "replace")
-    if answer.status == HTTPStatus.GONE:
+    if response.status == HTTPStatus.GONE:
         raise GoneError(_short(message))
-    what = f"the API server returned {answer.status}: {_short(message)}"
-    if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+    what = f"the API server returned {response.status}: {_short(message)}"
+    if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         what += "; the router needs a token, and permission to list and watch endpointslices"
     raise ApiError(what)
 

@@ -11,7 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.core.fleet.ejection import Key
+    from proxy.core.fleet.ejection import PoolKey
     from proxy.core.fleet.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class BreakerLog:
     def __init__(self) -> None:
         self._logged_at: dict[Worker, float] = {}  # within QUIET_S
         self._open: set[Worker] = set()  # logged as open
-        self._panics_at: dict[Key, float] = {}  # last log line by pool
-        self._panics: set[Key] = set()  # logged panics
+        self._panics_at: dict[PoolKey, float] = {}  # last log line by pool
+        self._panics: set[PoolKey] = set()  # logged panics
 
     def breaker_opened(self, worker: Worker, now: float) -> None:
         for_s, logged_at = worker.breaker.until - now, self._logged_at
@@ -57,7 +57,7 @@ class BreakerLog:
             self._open.discard(worker)
             logger.info("worker %s responds, and gets requests again", worker.name)
 
-    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:
+    def panic_started(self, key: PoolKey, live: int, failed: int, now: float) -> None:
         if now - self._panics_at.get(key, -inf) < QUIET_S:
             return
         self._panics_at[key] = now
@@ -70,7 +70,7 @@ class BreakerLog:
             live,
         )
 
-    def panic_ended(self, key: Key, live: int, failed: int) -> None:
+    def panic_ended(self, key: PoolKey, live: int, failed: int) -> None:
         if key in self._panics:
             self._panics.discard(key)
             if not live:
@@ -87,7 +87,7 @@ class BreakerLog:
         self._open.discard(worker)
 
 
-def _pool(key: Key) -> str:
+def _pool(key: PoolKey) -> str:
     model, prefills = key
     return f"model {model}, prefill workers" if prefills else f"model {model}"
 

@@ -68,18 +68,18 @@ class HttpClient:
     async def _ask(self, request: bytes, max_bytes: int) -> Answer:
         tls = to_worker(self._tls)  # a new context if the files changed
         if self._line is not None and self._line.is_usable and self._line.tls is tls:
-            answer = await self._line.ask(request, max_bytes)
-            if answer is not None:
-                return answer
+            response = await self._line.ask(request, max_bytes)
+            if response is not None:
+                return response
         self.close()
         host, port = self._where
         # Set before it is connected, so that `close` works during `connect`.
         self._line = line = HttpConnection(tls)
         await connect(lambda: line, host, port, tls)
-        answer = await line.ask(request, max_bytes)
-        if answer is None:
+        response = await line.ask(request, max_bytes)
+        if response is None:
             raise ProbeResponseError("it closed the connection without a response")
-        return answer
+        return response
 
 
 class HttpConnection(asyncio.Protocol):
@@ -89,7 +89,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer | None] | None = None
         self._max_bytes = 0
-        self._came = 0  # bytes
+        self._received = 0  # bytes
 
     @property
     def is_usable(self) -> bool:
@@ -100,7 +100,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is None:
             return None
         self._parser.expect()
-        self._max_bytes, self._came = max_bytes, 0
+        self._max_bytes, self._received = max_bytes, 0
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
@@ -117,14 +117,14 @@ class HttpConnection(asyncio.Protocol):
         if self._answer is None:
             self.close()
             return
-        self._came += len(data)
+        self._received += len(data)
         parser = self._parser
         try:
             parser.feed(data)
         except ResponseError as error:
             self._fail(f"its response is not HTTP: {error}")
             return
-        if self._came > self._max_bytes:
+        if self._received > self._max_bytes:
             self._fail(f"its response has more than {self._max_bytes} bytes")
         elif parser.ended:
             self._end()
@@ -136,16 +136,16 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
         if error is None and self._parser.finish():
             self._end()
-        elif self._came:
+        elif self._received:
             self._fail("its response is incomplete")
         else:
             self._set(result=None)
 
     def _fail(self, why: str) -> None:
-        answer = self._answer
+        response = self._answer
         self.close()
-        if answer is not None and not answer.done():
-            answer.set_exception(ProbeResponseError(why))
+        if response is not None and not response.done():
+            response.set_exception(ProbeResponseError(why))
 
     def _end(self) -> None:
         head = self._parser.head
@@ -153,6 +153,6 @@ class HttpConnection(asyncio.Protocol):
             self._set((head.status, b"".join(self._parser.pieces)))
 
     def _set(self, result: Answer | None) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None and not answer.done():
-            answer.set_result(result)
+        response, self._answer = self._answer, None
+        if response is not None and not response.done():
+            response.set_result(result)

@@ -135,8 +135,8 @@ class WorkerProbe:
             # A new process has an empty cache.
             self._fleet.roster.prefixes.forget(self._worker.index)
             self._worker.up_since = self._prober.clock()
-        known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
-        return (None if known else await questions.served_models()), gauges
+        is_recent = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
+        return (None if is_recent else await questions.served_models()), gauges
 
     async def _read_gauges(self, questions: ProbeClient) -> Gauges | None:
         try:
@@ -200,9 +200,7 @@ class WorkerProbe:
     def _report_failure(self, why: str) -> None:
         # It may come back with other models.
         self._models_known_at = -math.inf
-        self._fleet.health.probe_failed(
-            self._worker.name, self._prober.clock(), why[:MAX_REASON_CHARS]
-        )
+        self._fleet.health.probe_failed(self._worker.name, why[:MAX_REASON_CHARS])
         if not self._worker.up and why != self._logged_reason:
             if self._been_up:
                 logger.warning("worker %s is down: %s", self._worker.name, why)

@@ -71,10 +71,10 @@ class ProbeClient:
         )
 
     async def _get(self, path: str, allowed: Collection[int] = ()) -> Answer:
-        answer = await self._in_time(f"GET {path}", self._asker.get(path, MAX_PAGE_BYTES))
-        if (status := answer[0]) != HTTPStatus.OK and status not in allowed:
+        response = await self._in_time(f"GET {path}", self._asker.get(path, MAX_PAGE_BYTES))
+        if (status := response[0]) != HTTPStatus.OK and status not in allowed:
             raise ProbeError(f"GET {path}: status {status}")
-        return answer
+        return response
 
     async def _in_time(self, what: str, request: Coroutine[Any, Any, Answer]) -> Answer:
         try:

@@ -88,7 +88,7 @@ class Warmup:
         self._room = asyncio.Semaphore(MAX_CONCURRENT)
         self._version = -1  # of the fleet, at the last check
         self._left: dict[str, tuple[object, list[Link]]] = {}  # unconnected, by model
-        self._again: dict[Link, LinkRetry] = {}  # failed pairs
+        self._retries: dict[Link, LinkRetry] = {}  # failed pairs
         self._tries: set[asyncio.Task[str]] = set()  # in flight
         router.placer.links.are_made = connector.connects
 
@@ -114,32 +114,32 @@ class Warmup:
         fleet, links = self._router.fleet, self._router.placer.links
         if fleet.roster.version != self._version:
             self._version = fleet.roster.version
-            here = {*fleet.roster}
-            links.keep_only(here)
-            self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
+            workers = {*fleet.roster}
+            links.keep_only(workers)
+            self._retries = {k: v for k, v in self._retries.items() if workers.issuperset(k)}
         for model in fleet.roster.models():
             pool = fleet.roster.pool(model)
             if not pool.prefills or not pool.num_decodes:
                 continue
             decodes = [w for w in pool.all if w.role is Role.DECODE]
             since = pool, [w.up_since for w in (*pool.prefills, *decodes)]
-            before, left = self._left.get(model, (None, []))
-            if before != since:
+            pool_before, left = self._left.get(model, (None, []))
+            if pool_before != since:
                 left = [(prefill, decode) for prefill in pool.prefills for decode in decodes]
             left = [pair for pair in left if not links.is_warm(*pair)]
             self._left[model] = since, left
             yield from (pair for pair in left if self._is_due(pair, now))
 
     def _is_due(self, pair: Link, now: float) -> bool:
-        again = self._again.get(pair)
-        return again is None or again.at <= now or again.lives != start_times(*pair)
+        retry = self._retries.get(pair)
+        return retry is None or retry.at <= now or retry.lives != start_times(*pair)
 
     async def _warm(self, prefill: Worker, decode: Worker) -> None:
         started, lives = self.clock(), start_times(prefill, decode)
-        before = self._again.get((prefill, decode))
-        if before is not None and before.lives != lives:
-            before = None
-        for attempt in range(TRIES if before is None else 1):
+        last_retry = self._retries.get((prefill, decode))
+        if last_retry is not None and last_retry.lives != lives:
+            last_retry = None
+        for attempt in range(TRIES if last_retry is None else 1):
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
             why = ""
@@ -160,12 +160,12 @@ class Warmup:
             return  # a worker restarted during the try
         links = self._router.placer.links
         if outcome in (DONE, NO_KEY):
-            self._again.pop((prefill, decode), None)
+            self._retries.pop((prefill, decode), None)
             links.record_success(prefill, decode)
             links.set_warm(prefill, decode)
         else:
-            pause_s = RETRY_S if before is None else min(2 * before.pause_s, MAX_RETRY_S)
-            self._again[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
+            pause_s = RETRY_S if last_retry is None else min(2 * last_retry.pause_s, MAX_RETRY_S)
+            self._retries[prefill, decode] = LinkRetry(lives, self.clock() + pause_s, pause_s)
             links.set_unmade(prefill, decode)
             self._counts.count_barred(prefill.name, decode.name)
         self._log(prefill, decode, outcome, why, self.clock() - started)
@@ -201,7 +201,7 @@ class Warmup:
             "next try is in %g s",
             link,
             what,
-            self._again[prefill, decode].pause_s,
+            self._retries[prefill, decode].pause_s,
         )
 
     async def _connect_pair(self, prefill: Worker, decode: Worker) -> str:
@@ -219,18 +219,18 @@ class Warmup:
             return BARE
         if warning := connector.warning(pair, result):
             logger.warning("%s %s", prefill.name, warning)
-        before = await _fetched(decode)
+        fetched_before = await _fetched(decode)
         try:
             second = decode_body(connector, pair, result, info, body)
             await _post(decode, second, request_id)
         except LegError:
             await self._release(decode, result)
             raise
-        for _ in range(COUNT_READS if before is not None else 0):
-            if await _fetched(decode) not in (before, None):
+        for _ in range(COUNT_READS if fetched_before is not None else 0):
+            if await _fetched(decode) not in (fetched_before, None):
                 return DONE
             await asyncio.sleep(COUNT_WAIT_S)
-        if before is None:
+        if fetched_before is None:
             return DONE
         await self._release(decode, result)
         return RECOMPUTED
@@ -266,16 +266,16 @@ async def _post(worker: Worker, body: bytes, request_id: bytes) -> dict[str, Any
     try:
         with closing(_client(worker)) as client:
             status, text = await client.post("/v1/completions", body, request_id)
-        found = orjson.loads(text) if status == HTTPStatus.OK else None
+        parsed = orjson.loads(text) if status == HTTPStatus.OK else None
     except (ProbeError, ValueError) as error:
         raise LegError(f"{worker.name}: {error}") from None
     if status in KEY_REQUIRED and not worker.spec.api_key:
         raise NoKeyError(f"{worker.name} requires a key (status {status})")
     if status != HTTPStatus.OK:
         raise LegError(f"{worker.name}: status {status}")
-    if type(found) is not dict:
+    if type(parsed) is not dict:
         raise LegError(f"{worker.name}: the response is not a JSON object")
-    return found
+    return parsed
 
 
 def _side(worker: Worker) -> Side:

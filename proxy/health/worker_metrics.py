@@ -82,7 +82,7 @@ def lines(page: bytes, start: bytes) -> Iterator[bytes]:
 
 def values(page: bytes, start: bytes, having: re.Pattern[bytes] | None = None) -> list[float]:
     """Return the valid values of a metric, one per engine."""
-    found = []
+    samples = []
     for line in lines(page, start):
         if having is not None and not having.search(line):
             continue
@@ -93,8 +93,8 @@ def values(page: bytes, start: bytes, having: re.Pattern[bytes] | None = None) -
         except (IndexError, ValueError):
             continue
         if 0 <= value < MAX_VALUE:
-            found.append(value)
-    return found
+            samples.append(value)
+    return samples
 
 
 def capacity(page: bytes) -> int | None:

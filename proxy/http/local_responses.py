@@ -41,7 +41,7 @@ def decision_header(decision: Decision) -> bytes:
     return route_header(name, decision.reason, decision.scores)
 
 
-def answer(
+def respond(
     status: int,
     body: bytes,
     content_type: bytes = JSON,
@@ -85,4 +85,4 @@ def refuse(
         headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers]
     body = error_for(path, refusal, known_as)
-    return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
+    return respond(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

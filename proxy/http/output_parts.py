@@ -99,59 +99,60 @@ class OutputReader:
             return self._read(events)
         texts: dict[str, str] = {}
         for channel, key, texts_of in CHAT_TEXTS:
-            if key in events and (found := texts_of.findall(events)):
-                texts[channel] = unescape(found)
+            if key in events and (strings := texts_of.findall(events)):
+                texts[channel] = unescape(strings)
         return texts
 
     def _read(self, events: bytes) -> dict[str, str]:
-        found: dict[str, list[str]] = {}
+        by_channel: dict[str, list[str]] = {}
         for data in DATA.findall(events):
             for part in self.parts(parse_event(data)):
-                found.setdefault(part.channel, []).append(part.text)
-        return {channel: "".join(texts) for channel, texts in found.items()}
+                by_channel.setdefault(part.channel, []).append(part.text)
+        return {channel: "".join(texts) for channel, texts in by_channel.items()}
 
     def parts(self, event: dict[str, Any]) -> list[OutputPart]:
         try:
-            found = parts_of_message(event) if self._messages else self._parts_of_chat(event)
+            parts = parts_of_message(event) if self._messages else self._parts_of_chat(event)
         except (AttributeError, TypeError):  # no object where one is expected
             raise OtherOutputError("data") from None
-        if not all(isinstance(part.text, str) for part in found):
+        if not all(isinstance(part.text, str) for part in parts):
             raise OtherOutputError("data")
-        return found
+        return parts
 
     def _parts_of_chat(self, event: dict[str, Any]) -> list[OutputPart]:
-        found: list[OutputPart] = []
+        parts: list[OutputPart] = []
         for choice in event.get("choices") or ():
             if choice.get("logprobs") or choice.get("token_ids"):
                 raise OtherOutputError("logprobs" if choice.get("logprobs") else "token_ids")
             if text := choice.get("text"):
-                found.append(OutputPart(CONTENT, text, choice, "text"))
+                parts.append(OutputPart(CONTENT, text, choice, "text"))
             delta = choice.get("delta") or {}
             for name, value in delta.items():
                 if not value or name == "role":
                     continue
                 if name == TOOL_CALLS:
                     for call in value:
-                        found += self._parts_of_call(call)
+                        parts += self._parts_of_call(call)
                 elif name in CHANNELS and isinstance(value, str):
-                    found.append(OutputPart(CHANNELS[name], value, delta, name))
+                    parts.append(OutputPart(CHANNELS[name], value, delta, name))
                 else:
                     raise OtherOutputError(name)
-        return found
+        return parts
 
     def _parts_of_call(self, call: dict[str, Any]) -> list[OutputPart]:
-        function, found, index = call.get("function") or {}, [], call.get("index")
+        function, index = call.get("function") or {}, call.get("index")
+        parts: list[OutputPart] = []
         name, arguments = function.get("name"), function.get("arguments")
         if name or call.get("id"):
             if not isinstance(index, int):
                 raise OtherOutputError(TOOL_CALLS)
             self.call = index
-            found.append(OutputPart(TOOL_CALLS, f"[{index} {name}]", call, ""))
+            parts.append(OutputPart(TOOL_CALLS, f"[{index} {name}]", call, ""))
         if arguments:
             if index != self.call or not isinstance(arguments, str):
                 raise OtherOutputError(TOOL_CALLS)
-            found.append(OutputPart(TOOL_CALLS, arguments, function, "arguments"))
-        return found
+            parts.append(OutputPart(TOOL_CALLS, arguments, function, "arguments"))
+        return parts
 
 
 def parts_of_message(event: dict[str, Any]) -> list[OutputPart]:
@@ -197,14 +198,14 @@ def unescape(texts: list[bytes]) -> str:
 
 def remove_known(parts: list[tuple[OutputPart, int]], event: dict[str, Any]) -> bytes:
     """Return an event's JSON without the known characters of each part."""
-    for part, known in parts:
+    for part, known_chars in parts:
         if not part.key:
-            if known:  # the client has the id of its first worker
+            if known_chars:  # the client has the id of its first worker
                 for name in ("id", "type"):
                     part.owner.pop(name, None)
                 (part.owner.get("function") or {}).pop("name", None)
-        elif known < len(part.text) or part.key == "text":
-            part.owner[part.key] = part.text[known:]
+        elif known_chars < len(part.text) or part.key == "text":
+            part.owner[part.key] = part.text[known_chars:]
         else:
             part.owner.pop(part.key)
     for choice in event.get("choices") or ():

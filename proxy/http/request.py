@@ -47,7 +47,7 @@ class RequestHead:
         self.keep_alive = True
         self.explain = False
         self.awaits_continue = False
-        # Set by the parser's `judge` callback.
+        # Set by the parser's `check_head`.
         self.route: Route | None = None
         self.refusal: Refusal | None = None
         self.tenant: Tenant | None = None

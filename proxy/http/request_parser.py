@@ -32,7 +32,7 @@ class ParserState(Enum):
 
 
 class HttpRequestParser:
-    """The requests of one connection; `judge` gets each head."""
+    """The requests of one connection; `check_head` gets each head."""
 
     __slots__ = (
         "_blocks", "_body_charge", "_body_left", "_check_head", "_framing", "_head", "_is_last",
@@ -46,7 +46,7 @@ class HttpRequestParser:
         *,
         max_head: int,
         max_body: int,
-        collecting: BodyBudget | None = None,
+        body_budget: BodyBudget | None = None,
     ) -> None:
         self.ready: deque[Request] = deque()
         self.state = ParserState.NOTHING
@@ -57,7 +57,7 @@ class HttpRequestParser:
         self._head = RequestHead()
         self._blocks: list[bytes] = []  # each MAX_PIECES pieces, joined
         self._pieces: list[bytes] = []  # those after `_blocks`
-        budget = collecting or BodyBudget(max_body)
+        budget = body_budget or BodyBudget(max_body)
         self._body_charge = BodyCharge(budget)
         self._ready_charge = BodyCharge(budget)
         self._requests_begun = 0  # in the last bytes fed
@@ -165,7 +165,7 @@ class HttpRequestParser:
             try:
                 self._ready_charge.add(size, head.tenant)
             except RefusedError:
-                self._head, self.state = head, ParserState.BODY  # as above
+                self._head, self.state = head, ParserState.BODY  # makes `request_id` valid
                 raise
 
     def request_taken(self, request: Request) -> None:

@@ -178,16 +178,16 @@ class RestOfText:
 
     def _new_in(self, event: bytes) -> bytes:
         """Return the part of an event that the client does not have."""
-        found = DATA.search(event)
-        if found is None:
+        match = DATA.search(event)
+        if match is None:
             return b""
         if FAILED.search(event) is not None:
-            raise EngineFailedError(message_in(found[1]))
-        if found[1].startswith(DONE):  # without a reason of the end
+            raise EngineFailedError(message_in(match[1]))
+        if match[1].startswith(DONE):  # without a reason of the end
             raise TextDiffersError
         try:
-            whole = parse_event(found[1])
-            parts = [(part, self._known(part)) for part in self._reader.parts(whole)]
+            whole = parse_event(match[1])
+            parts = [(part, self._count_known(part)) for part in self._reader.parts(whole)]
         except OtherOutputError:
             raise TextDiffersError from None
         ends = ends_output(whole)
@@ -196,36 +196,36 @@ class RestOfText:
                 self._end_early()
         elif ends or (parts and not self._ended):
             self.is_reached = True
-        known = sum(count for _, count in parts)
-        has_new_text = known < sum(len(part.text) for part, _ in parts)
+        known_chars = sum(count for _, count in parts)
+        has_new_text = known_chars < sum(len(part.text) for part, _ in parts)
         if has_new_text and self._ended:
             raise TextDiffersError
         if not has_new_text and (self._ended or not ends):
             return b""
-        if not known:
+        if not known_chars:
             return event
-        return event[: found.start(1)] + remove_known(parts, whole) + event[found.end(1) :]
+        return event[: match.start(1)] + remove_known(parts, whole) + event[match.end(1) :]
 
     def _end_early(self) -> None:
         """Handle an end before the text of the client."""
         raise TextDiffersError
 
-    def _known(self, part: OutputPart) -> int:
+    def _count_known(self, part: OutputPart) -> int:
         """Return how many characters of a part the client has."""
         left = self._left.get(part.channel, 0)
         if not left:
             return 0
-        known = min(left, len(part.text))
+        known_chars = min(left, len(part.text))
         expected, checksum = self._checksums[part.channel]
-        checksum = crc32(part.text[:known].encode(), checksum)
+        checksum = crc32(part.text[:known_chars].encode(), checksum)
         self._checksums[part.channel] = expected, checksum
-        if known < left:
-            self._left[part.channel] = left - known
+        if known_chars < left:
+            self._left[part.channel] = left - known_chars
         else:
             del self._left[part.channel]
             if checksum != expected:
                 raise TextDiffersError
-        return known
+        return known_chars
 
 
 class RestBehindText(RestOfText):
@@ -237,7 +237,7 @@ class RestBehindText(RestOfText):
         super().__init__({CONTENT: (len(space), 0)} if space else {})
         self._space = space
 
-    def _known(self, part: OutputPart) -> int:
+    def _count_known(self, part: OutputPart) -> int:
         if part.channel not in {CONTENT, TOOL_CALLS}:  # it began anew
             raise TextDiffersError
         if not self._left:
@@ -258,11 +258,10 @@ class RestBehindText(RestOfText):
 
 
 def message_in(data: bytes) -> str:
-    """Return the message of a failure."""
-    found = MESSAGE.search(data)
-    if found is None:
+    match = MESSAGE.search(data)
+    if match is None:
         return "it stopped"
-    return found[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace")
+    return match[1][:MAX_MESSAGE_BYTES].decode("utf-8", "replace")
 
 
 def ends_output(event: dict[str, object]) -> bool:

@@ -234,7 +234,7 @@ def usage_in(text: bytes) -> Usage | None:
     numbers = [pattern.search(text, at, end) for pattern in USAGE_NUMBERS]
     if (first := numbers[0]) is None:
         return None
-    prompt, written, cached = [int(found[1]) if found else 0 for found in numbers]
+    prompt, written, cached = [int(match[1]) if match else 0 for match in numbers]
     if first[0].startswith(INPUT_KEY) and text.find(b'"cache_', at, end) >= 0:
         prompt += sum(map(int, CACHE_TOKENS.findall(text, at, end)))
     return Usage(*(min(number, MAX_USAGE_TOKENS) for number in (prompt, written, cached)))
@@ -250,7 +250,7 @@ def remove_usage(events: bytes) -> bytes:
     return events[:start] + events[end:]
 
 
-def as_output(usage: Usage, tokens: int) -> Usage:
+def usage_with_output(usage: Usage, tokens: int) -> Usage:
     """Return the usage without the output in the prompt."""
     prompt = max(usage.prompt_tokens - tokens, 0)
     return Usage(prompt, usage.completion_tokens + tokens, min(usage.cached_tokens, prompt))
@@ -260,10 +260,10 @@ def move_to_output(text: bytes, tokens: int) -> bytes:
     """Correct the last `usage` in the same way."""
     if (usage := usage_in(text)) is None:
         return text
-    usage, at = as_output(usage, tokens), text.rfind(USAGE)
+    usage, at = usage_with_output(usage, tokens), text.rfind(USAGE)
     numbers = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
-    found = [each.search(text, at, at + MAX_USAGE_BYTES) for each in USAGE_NUMBERS]
-    changes = [(f.start(1), f.end(), n) for f, n in zip(found, numbers, strict=True) if f]
+    matches = [name.search(text, at, at + MAX_USAGE_BYTES) for name in USAGE_NUMBERS]
+    changes = [(f.start(1), f.end(), n) for f, n in zip(matches, numbers, strict=True) if f]
     return _with_numbers(text, changes)
 
 
@@ -273,16 +273,16 @@ def replace_cached_tokens(text: bytes, cached: int) -> bytes:
     Anthropic's sum of cached and other prompt tokens stays the same.
     """
     at = text.rfind(USAGE)
-    if at < 0 or (found := CACHED_TOKENS.search(text, at, at + MAX_USAGE_BYTES)) is None:
+    if at < 0 or (match := CACHED_TOKENS.search(text, at, at + MAX_USAGE_BYTES)) is None:
         return text
-    changes = [(found.start(1), found.end(), cached)]
+    changes = [(match.start(1), match.end(), cached)]
     others = PROMPT_TOKENS.search(text, at, at + MAX_USAGE_BYTES)
     if (
         others is not None
-        and found[0].startswith(CACHE_READ_KEY)
+        and match[0].startswith(CACHE_READ_KEY)
         and others[0].startswith(INPUT_KEY)
     ):
-        rest = int(others[1]) + int(found[1]) - cached
+        rest = int(others[1]) + int(match[1]) - cached
         changes.append((others.start(1), others.end(), max(rest, 0)))
     return _with_numbers(text, changes)
 

@@ -37,11 +37,11 @@ class Trace:
     @classmethod
     def begin(cls, header: bytes | None, *, sample: bool) -> Trace:
         """Continue the client's trace and its sampling, or begin a trace."""
-        found = TRACEPARENT.fullmatch(header) if header else None
-        if found is None:
+        match = TRACEPARENT.fullmatch(header) if header else None
+        if match is None:
             return cls(new_id(128), None, new_id(64), sample, [])
-        wanted = bool(int(found[3], 16) & SAMPLED)
-        return cls(int(found[1], 16), int(found[2], 16), new_id(64), wanted, [])
+        wanted = bool(int(match[3], 16) & SAMPLED)
+        return cls(int(match[1], 16), int(match[2], 16), new_id(64), wanted, [])
 
     @property
     def id(self) -> str:
@@ -61,5 +61,5 @@ def new_id(bits: int) -> int:
 
 
 def id_in(header: bytes | None) -> str:
-    found = TRACEPARENT.fullmatch(header) if header else None
-    return found[1].decode() if found else ""
+    match = TRACEPARENT.fullmatch(header) if header else None
+    return match[1].decode() if match else ""

@@ -58,12 +58,14 @@ class EngineJournal:
         They run, or ended lately and after `since`: clients may use an ID again. A completed one is
         without its last token, which another engine generates.
         """
-        found: dict[int, list[JournalRequest]] = {}
+        streams: dict[int, list[JournalRequest]] = {}
         for number in self._streams.get(request_id, ()):
             request = self.requests[number]
-            found.setdefault(request_ids(request.request_id).index(request_id), []).append(request)
-        if found:
-            return found[min(found)]
+            streams.setdefault(request_ids(request.request_id).index(request_id), []).append(
+                request
+            )
+        if streams:
+            return streams[min(streams)]
         ended = [
             (request_ids(request.request_id).index(request_id), -request.ended_at, request)
             for request in chain(self._failed, self._completed)
@@ -174,11 +176,13 @@ class EngineJournal:
         return None
 
     def _set_names(self, named: Iterable[NamedRequest]) -> None:
-        for each in named:
-            request = self.requests[each.number]
-            request.name = each.name
+        for named_request in named:
+            request = self.requests[named_request.number]
+            request.name = named_request.name
             if self.listener is not None:
-                self.listener.add_name(each.number, each.name, request.prompt_tokens)
+                self.listener.add_name(
+                    named_request.number, named_request.name, request.prompt_tokens
+                )
 
     def _clear_cache(self) -> None:
         for request in self.requests.values():
@@ -195,11 +199,11 @@ class EngineJournal:
             request.resident = min(request.resident, first)
             if listener is not None:
                 listener.record_evicted(number, first, last)
-        for number, found in zip(started, started, strict=True):
+        for number, cached_now in zip(started, started, strict=True):
             if number not in requests:
                 raise KeyError(number)
             if listener is not None:
-                listener.record_found(number, found)
+                listener.record_found(number, cached_now)
         for number, resident in zip(changes, changes, strict=True):
             requests[number].resident = resident
             if listener is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
@@ -29,12 +29,9 @@ MAX_SOCKETS: Final = 16_384
 class Journals:
     """Reads the journals that the fleet's workers have."""
 
-    def __init__(
-        self, roster: Roster, key: bytes | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, roster: Roster, key: bytes | None) -> None:
         self._roster = roster
         self._key = key
-        self._clock = clock
         self._version = -1  # of the roster at the last look
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._subscribers: dict[Worker, list[JournalSubscriber]] = {}
@@ -55,11 +52,11 @@ class Journals:
 
         `since`: when the worker got the request; infinite: only if it is running.
         """
-        found = []
+        streams = []
         for subscriber in self._subscribers.get(worker, ()):
             subscriber.read_all()
-            found += subscriber.journal.streams(request_id, since)
-        return found[0].tokens if len(found) == 1 and found[0].complete else None
+            streams += subscriber.journal.streams(request_id, since)
+        return streams[0].tokens if len(streams) == 1 and streams[0].complete else None
 
     def set_key(self, key: bytes | None) -> None:
         self._key = key
@@ -84,7 +81,7 @@ class Journals:
         """Read until cancelled."""
         try:
             while True:
-                self.update(self._clock())
+                self.update(time.monotonic())
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             self.close()
@@ -137,19 +134,20 @@ class Journals:
         for worker, endpoints in wanted.items():
             if worker not in self._endpoints:
                 self._endpoints[worker] = endpoints
-                found = (self._subscribe(worker, endpoint) for endpoint in endpoints)
-                made = self._subscribers[worker] = [each for each in found if each is not None]
-                self._prefixes[worker] = self._follow_prefixes(worker, made)
+                made = (self._subscribe(worker, endpoint) for endpoint in endpoints)
+                subscribers = [subscriber for subscriber in made if subscriber is not None]
+                self._subscribers[worker] = subscribers
+                self._prefixes[worker] = self._follow_prefixes(worker, subscribers)
 
     def _follow_prefixes(
         self, worker: Worker, subscribers: list[JournalSubscriber]
     ) -> list[ResidentPrefixes]:
         index = self._roster.prefixes
-        found = [ResidentPrefixes(index, worker.index) for _ in subscribers]
-        for subscriber, prefixes in zip(subscribers, found, strict=True):
-            prefixes.others = [other for other in found if other is not prefixes]
+        of_engines = [ResidentPrefixes(index, worker.index) for _ in subscribers]
+        for subscriber, prefixes in zip(subscribers, of_engines, strict=True):
+            prefixes.others = [other for other in of_engines if other is not prefixes]
             subscriber.journal.listener = prefixes
-        return found
+        return of_engines
 
     def _remove(self, worker: Worker) -> None:
         del self._endpoints[worker]
@@ -169,7 +167,7 @@ class Journals:
             self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             return JournalSubscriber(
-                self._context, endpoint, worker.name, key=self._key, clock=self._clock
+                self._context, endpoint, worker.name, key=self._key, clock=time.monotonic
             )
         except zmq.ZMQError as error:
             logger.error("worker %s: the journal at %s: %s", worker.name, endpoint, error)

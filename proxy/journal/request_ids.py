@@ -26,8 +26,8 @@ def request_ids(engine_id: str) -> tuple[str, ...]:
     if (parts := ENGINE_ID.fullmatch(engine_id)) is None:
         return ()
     api, rest = parts.groups()
-    found: list[str] = []
+    ids: list[str] = []
     for whole in (SUFFIX.sub("", rest), rest):  # vLLM can be told to write no random digits
         part = INDEX.sub("", whole)
-        found += (part, whole) if api == INDEXED else (whole, part)
-    return tuple(dict.fromkeys(name for name in found if name))
+        ids += (part, whole) if api == INDEXED else (whole, part)
+    return tuple(dict.fromkeys(name for name in ids if name))

@@ -63,12 +63,12 @@ class SnapshotReader:
     def read(self, max_bytes: float = inf) -> bool:
         """Read the next requests; return whether all are read."""
         for row in self._rows:
-            found = decode_row(row)
-            request = self.requests[found.number] = JournalRequest(
-                found.id, found.prompt_tokens, found.resident, running=found.running
+            decoded = decode_row(row)
+            request = self.requests[decoded.number] = JournalRequest(
+                decoded.id, decoded.prompt_tokens, decoded.resident, running=decoded.running
             )
-            request.name = found.name
-            request.extend(found.tokens, self._max_tokens)
+            request.name = decoded.name
+            request.extend(decoded.tokens, self._max_tokens)
             max_bytes -= memoryview(row).nbytes
             if max_bytes <= 0:
                 return False

@@ -45,9 +45,9 @@ class HandoverCounters:
         forget(self.legs, lambda worker: worker not in stay)
         forget(self.bars, lambda pair: not stay.issuperset(pair))
 
-    def forget_models(self, gone: set[str]) -> None:
+    def forget_models(self, models: set[str]) -> None:
         for table in (self.tokens, self.prefills, self.transfers, self.predicted):
-            forget(table, gone.__contains__)
+            forget(table, models.__contains__)
 
     def count_warmup(self, outcome: str) -> None:
         self.warmups[outcome] += 1

@@ -49,8 +49,8 @@ class NoFirstToken:
         self, worker: str, pool: str, model: str, size: str, seconds: float, *, stream: bool
     ) -> None:
         key = worker, pool, model, size, "true" if stream else "false"
-        found = self.left.get(key) or self._new(key)
-        found.observe(seconds)
+        left = self.left.get(key) or self._new(key)
+        left.observe(seconds)
         if not stream:
             # Creates the series, so that a share of such responses has a divisor.
             self.whole[pool, model, size]
@@ -58,9 +58,9 @@ class NoFirstToken:
     def observe_unstreamed(self, pool: str, model: str, size: str, seconds: float) -> None:
         self.whole[pool, model, size].observe(seconds)
 
-    def forget_models(self, gone: set[str]) -> None:
-        forget(self.left, lambda key: key[2] in gone)
-        forget(self.whole, lambda key: key[1] in gone)
+    def forget_models(self, models: set[str]) -> None:
+        forget(self.left, lambda key: key[2] in models)
+        forget(self.whole, lambda key: key[1] in models)
 
     def show(self, page: MetricsPage) -> None:
         page.histograms(LEFT, self.left.items())

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from prometheus_client import ProcessCollector
 
 from proxy.core.fleet.breaker import BUSY, Breaker
-from proxy.core.fleet.ejection import key_of
+from proxy.core.fleet.ejection import pool_key_of
+from proxy.core.fleet.remote_load import own
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
@@ -157,16 +158,19 @@ def worker_gauge(name: str, text: str) -> Family:
     return gauge(f"proxy_worker_{name}", text, WORKER)
 
 
-INFLIGHT = worker_gauge("inflight_requests", "Requests charged to the worker.")
+INFLIGHT = worker_gauge("inflight_requests", "Requests that this router charged to the worker.")
 PREFILL = worker_gauge(
-    "prefill_tokens", "Prompt tokens charged to the worker that are not yet prefilled."
+    "prefill_tokens",
+    "Prompt tokens that this router charged to the worker and that are not yet prefilled.",
 )
 DECODE = worker_gauge(
-    "decode_tokens", "Output tokens charged to the worker that are not yet generated."
+    "decode_tokens",
+    "Output tokens that this router charged to the worker and that are not yet generated.",
 )
-KV = worker_gauge("kv_tokens", "KV cache tokens that the requests charged to the worker may use.")
+KV = worker_gauge("kv_tokens", "KV cache tokens that this router's requests on the worker may use.")
 PINNED = worker_gauge(
-    "held_prompts", "Prefilled prompts whose KV blocks decode workers have not yet fetched."
+    "held_prompts",
+    "This router's prefilled prompts whose KV blocks decode workers have not yet fetched.",
 )
 KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
 SLOTS = worker_gauge(
@@ -271,7 +275,9 @@ def _counts(page: MetricsPage, metrics: Metrics) -> None:
 def _continuations(page: MetricsPage, metrics: Metrics) -> None:
     continued, lost = metrics.continuations, metrics.lost_streams
     if journals := list(metrics.journals()):  # from zero, so that the first one is an increase
-        continued = Counter({**dict.fromkeys((each.worker for each in journals), 0), **continued})
+        continued = Counter(
+            {**dict.fromkeys((journal.worker for journal in journals), 0), **continued}
+        )
         lost = Counter({**dict.fromkeys(REASONS, 0), **lost})
     page.values(CONTINUED, (((worker,), count) for worker, count in continued.items()))
     page.values(NOT_CONTINUED, (((why,), count) for why, count in lost.items()))
@@ -294,36 +300,37 @@ def _histograms(page: MetricsPage, metrics: Metrics) -> None:
 
 
 def _handovers(page: MetricsPage, metrics: Metrics) -> None:
-    found, roster = metrics.handovers, metrics.router.fleet.roster
+    counters, roster = metrics.handovers, metrics.router.fleet.roster
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, why), count in metrics.router.placer.handovers.items():
         decisions[metrics.model_label(model), why] += count
     page.values(HANDOVER_DECISIONS, decisions.items())
-    page.values(HANDOVERS, (((outcome,), count) for outcome, count in found.ends.items()))
-    page.values(WARMUPS, (((outcome,), count) for outcome, count in found.warmups.items()))
-    found.forget({worker.name for worker in roster})
-    page.values(BARS, found.bars.items())
-    page.values(PREFILL_LEGS, (((worker,), count) for worker, count in found.legs.items()))
-    page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
+    page.values(HANDOVERS, (((outcome,), count) for outcome, count in counters.ends.items()))
+    page.values(WARMUPS, (((outcome,), count) for outcome, count in counters.warmups.items()))
+    counters.forget({worker.name for worker in roster})
+    page.values(BARS, counters.bars.items())
+    page.values(PREFILL_LEGS, (((worker,), count) for worker, count in counters.legs.items()))
+    page.values(TRANSFER_TOKENS, (((model,), count) for model, count in counters.tokens.items()))
     reported = [
         (w, w.gauges.extra["kv_bytes"]) for w in roster if w.gauges and "kv_bytes" in w.gauges.extra
     ]
     page.values(TRANSFER_BYTES, (((w.name, w.role.value), count) for w, count in reported))
     for family, table in (
-        (PREFILL_LEG, found.prefills),
-        (TRANSFER, found.transfers),
-        (PREDICTED_TRANSFER, found.predicted),
+        (PREFILL_LEG, counters.prefills),
+        (TRANSFER, counters.transfers),
+        (PREDICTED_TRANSFER, counters.predicted),
     ):
         page.histograms(family, (((model,), seen) for model, seen in table.items()))
 
 
 def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     rows = [((worker.name, worker.role.value, worker.model), worker) for worker in workers]
-    page.values(INFLIGHT, ((labels, w.requests) for labels, w in rows))
-    page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
-    page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
-    page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
-    page.values(PINNED, ((labels, w.unfetched_handovers) for labels, w in rows))
+    charges = [(labels, own(worker)) for labels, worker in rows]
+    page.values(INFLIGHT, ((labels, load.requests) for labels, load in charges))
+    page.values(PREFILL, ((labels, load.prefill_tokens) for labels, load in charges))
+    page.values(DECODE, ((labels, load.decode_tokens) for labels, load in charges))
+    page.values(KV, ((labels, load.kv_tokens) for labels, load in charges))
+    page.values(PINNED, ((labels, load.unfetched_handovers) for labels, load in charges))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     now = time.monotonic()
     page.values(SLOTS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))
@@ -342,7 +349,7 @@ def _panics(page: MetricsPage, metrics: Metrics) -> None:
     ejections = roster.ejections
     pools = {
         (model, is_prefill): (model, "prefill" if is_prefill else "serve")
-        for model, is_prefill in map(key_of, roster)
+        for model, is_prefill in map(pool_key_of, roster)
     }
     page.values(PANIC, ((labels, key in ejections.panics) for key, labels in pools.items()))
     started = ejections.started
@@ -370,9 +377,9 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
     page.values(LOG_DROPPED, [((), metrics.log_lines_dropped())])
     connections = metrics.upstream_connections()
     page.values(UPSTREAM, (((worker, state), count) for worker, state, count in connections))
-    found = list(metrics.discovered())
-    page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in found))
-    page.values(DISCOVERED, (((name,), count) for name, _, count in found))
+    sources = list(metrics.discovered())
+    page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in sources))
+    page.values(DISCOVERED, (((name,), count) for name, _, count in sources))
     journal_counts.show(page, metrics.journals())
     if metrics.batches is not None:
         metrics.batches.show(page)
@@ -381,9 +388,9 @@ def _router(page: MetricsPage, metrics: Metrics) -> None:
 
 def _bytes_per_token(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
     for route, model in dict.fromkeys((route, model) for route, model, *_ in metrics.requests):
-        found = metrics.router.sizer.prior(model, route).bytes_per_token
-        if found is not None:
-            yield (model, route), round(found, 3)
+        per_token = metrics.router.sizer.prior(model, route).bytes_per_token
+        if per_token is not None:
+            yield (model, route), round(per_token, 3)
 
 
 def _process(page: MetricsPage) -> None:

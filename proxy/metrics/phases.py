@@ -29,9 +29,10 @@ class Phases:
     def __init__(self) -> None:
         self.seen: Histograms[str] = Histograms(PHASE_BOUNDS)
 
-    def observe(self, done: FinishedRequest) -> None:
+    def observe(self, finished: FinishedRequest) -> None:
         """Observe the phases of a request that has a first token from a worker."""
-        placed_s, ttft_s, queue_s, leg_s = done.placed_s, done.ttft_s, done.queue_s, done.leg_s
+        placed_s, queue_s, leg_s = finished.placed_s, finished.queue_s, finished.leg_s
+        ttft_s = finished.ttft_s
         if placed_s is None or ttft_s is None:
             return
         seen = self.seen
@@ -42,8 +43,8 @@ class Phases:
             seen[PREFILL].observe(ttft_s - placed_s)
         else:
             seen[PREFILL_LEG].observe(leg_s)
-            seen[TRANSFER if done.fetched else PREFILL].observe(ttft_s - placed_s - leg_s)
-        seen[DECODE].observe(done.duration_s - ttft_s)
+            seen[TRANSFER if finished.fetched else PREFILL].observe(ttft_s - placed_s - leg_s)
+        seen[DECODE].observe(finished.duration_s - ttft_s)
 
 
 def show(page: MetricsPage, table: dict[tuple[str, ...], Phases]) -> None:

@@ -96,7 +96,7 @@ class RecentRequests:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, info: RequestInfo, decision: Decision | None, done: FinishedRequest) -> None:
+    def add(self, info: RequestInfo, decision: Decision | None, finished: FinishedRequest) -> None:
         worker = predicted_s = verdict = turn = None
         legs = NO_HANDOVER
         cached, reported = 0, False
@@ -113,11 +113,12 @@ class RecentRequests:
         self._rows.append(
             (
                 info.id[:MAX_TEXT], self._clock(), info.model[:MAX_TEXT], info.route, worker,
-                done.reason, done.status, info.body_bytes, info.prompt_tokens, info.counted,
-                info.output_tokens, predicted_s, done.ttft_s, done.queue_s, done.duration_s, *legs,
-                done.size, None if info.tenant is None else info.tenant.name, verdict,
-                cached, reported, done.left_workers,
-                f"{info.session:016x}" if info.session else None, turn, done.target_s,
+                finished.reason, finished.status, info.body_bytes, info.prompt_tokens, info.counted,
+                info.output_tokens, predicted_s, finished.ttft_s, finished.queue_s,
+                finished.duration_s, *legs, finished.size,
+                None if info.tenant is None else info.tenant.name, verdict,
+                cached, reported, finished.left_workers,
+                f"{info.session:016x}" if info.session else None, turn, finished.target_s,
             )
         )  # fmt: skip
 

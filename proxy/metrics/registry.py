@@ -121,35 +121,35 @@ class Metrics:
         self._models: set[str] = set()
         self._next_cleanup = 0.0
 
-    def count_request(self, done: FinishedRequest) -> None:
-        worker, pool, size, status = done.worker, done.pool, done.size, done.status
-        key = done.route, done.model, worker, pool, done.reason, status, size
-        duration_s, queue_s, ttft_s = done.duration_s, done.queue_s, done.ttft_s
+    def count_request(self, finished: FinishedRequest) -> None:
+        worker, pool, size, status = finished.worker, finished.pool, finished.size, finished.status
+        key = finished.route, finished.model, worker, pool, finished.reason, status, size
+        duration_s, queue_s, ttft_s = finished.duration_s, finished.queue_s, finished.ttft_s
         series = self.requests.get(key) or self._series(key)
         series.count += 1
         series.duration.observe(duration_s)
         series.wait.observe(queue_s)
         if ttft_s is not None:
             series.ttft.observe(ttft_s)
-            if (predicted := done.predicted_ttft_s) is not None:
+            if (predicted := finished.predicted_ttft_s) is not None:
                 series.predicted.observe(predicted)
-            if (tpot_s := done.tpot_s) is not None:
+            if (tpot_s := finished.tpot_s) is not None:
                 series.tpot.observe(tpot_s)
-            series.phases.observe(done)
-        elif (stream := done.stream) is not None:
+            series.phases.observe(finished)
+        elif (stream := finished.stream) is not None:
             if status == CLIENT_GONE:
-                worker, pool = done.leg or (worker, pool)
+                worker, pool = finished.leg or (worker, pool)
                 self.unseen.observe_disconnect(
                     worker, pool, series.model, size, duration_s, stream=stream
                 )
             elif not stream and status < FAULTY:
                 self.unseen.observe_unstreamed(pool, series.model, size, duration_s)
 
-    def attach_trace(self, done: FinishedRequest, trace: str) -> None:
+    def attach_trace(self, finished: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
-        found = self.ttft.get((done.pool, self.model_label(done.model), done.size))
-        if found is not None and done.ttft_s is not None:
-            found.exemplify(done.ttft_s, trace, round(time.time(), 3))
+        series = self.ttft.get((finished.pool, self.model_label(finished.model), finished.size))
+        if series is not None and finished.ttft_s is not None:
+            series.exemplify(finished.ttft_s, trace, round(time.time(), 3))
 
     def gaps_of(self, pool: str, size: str) -> Histogram:
         return self.gaps[pool, size]
@@ -176,17 +176,17 @@ class Metrics:
 
     def model_label(self, model: str) -> str:
         """Return the label of a model; `other` for models that no worker serves."""
-        known = self._models
-        if model in known:
+        models = self._models
+        if model in models:
             return model
         serves = self.router.fleet.roster.serves
         if not serves(model):
             return OTHER
-        if len(known) >= MAX_MODELS and self._cleanup_due():
-            self._forget_models({name for name in known if not serves(name)})
-        if len(known) >= MAX_MODELS:
+        if len(models) >= MAX_MODELS and self._cleanup_due():
+            self._forget_models({name for name in models if not serves(name)})
+        if len(models) >= MAX_MODELS:
             return OTHER
-        known.add(model)
+        models.add(model)
         return model
 
     def _series(self, key: RequestKey) -> Series:
@@ -225,25 +225,25 @@ class Metrics:
         forget(self.retries, lambda key: key[0] not in stay)
         forget(self.continuations, lambda worker: worker not in stay)
 
-    def _forget_models(self, gone: set[str]) -> None:
-        self._models -= gone
+    def _forget_models(self, models: set[str]) -> None:
+        self._models -= models
         router = self.router
         # Replaced, not changed, because a scrape may be iterating over them. Otherwise the counts
         # would become `other`.
         router.placer.decisions = {
-            key: n for key, n in router.placer.decisions.items() if key[0] not in gone
+            key: n for key, n in router.placer.decisions.items() if key[0] not in models
         }
         router.placer.handovers = {
-            key: n for key, n in router.placer.handovers.items() if key[0] not in gone
+            key: n for key, n in router.placer.handovers.items() if key[0] not in models
         }
-        self.handovers.forget_models(gone)
-        self.unseen.forget_models(gone)
-        forget(self.requests, lambda key: _model_of(key) in gone)
+        self.handovers.forget_models(models)
+        self.unseen.forget_models(models)
+        forget(self.requests, lambda key: _model_of(key) in models)
         tables: tuple[dict[tuple[str, ...], Any], ...] = (
             self.ttft, self.predicted, self.tpot, self.waits, self.phases
         )  # fmt: skip
         for table in tables:
-            forget(table, lambda key: key[1] in gone)
+            forget(table, lambda key: key[1] in models)
 
 
 def _model_of(key: RequestKey) -> str:

@@ -33,7 +33,7 @@ class TargetCounts:
     def count(
         self,
         info: RequestInfo,
-        done: FinishedRequest,
+        finished: FinishedRequest,
         settings: AdmissionSettings | None,
         started: float,
     ) -> float | None:
@@ -43,14 +43,14 @@ class TargetCounts:
         if info.deadline < inf:
             ttft_s, target = info.deadline - started, "deadline"
         if ttft_s is not None:
-            if done.ttft_s is not None:
-                self._count(info, target, "met" if done.ttft_s <= ttft_s else "missed")
-            elif done.status in REFUSED:
+            if finished.ttft_s is not None:
+                self._count(info, target, "met" if finished.ttft_s <= ttft_s else "missed")
+            elif finished.status in REFUSED:
                 self._count(info, target, "refused")
-            elif done.stream and done.duration_s > ttft_s:  # the client left
+            elif finished.stream and finished.duration_s > ttft_s:  # the client left
                 self._count(info, target, "missed")
-        if tpot_s is not None and done.tpot_s is not None:
-            self._count(info, "tpot", "met" if done.tpot_s <= tpot_s else "missed")
+        if tpot_s is not None and finished.tpot_s is not None:
+            self._count(info, "tpot", "met" if finished.tpot_s <= tpot_s else "missed")
         return ttft_s
 
     def _count(self, info: RequestInfo, target: str, result: str) -> None:

@@ -45,24 +45,24 @@ class NoAddressAnswersError(OSError):
 class CachedLookup(NamedTuple):
     """The addresses of a name, or the error of its look-up, and when the entry expires."""
 
-    found: Addresses | BaseException
+    outcome: Addresses | BaseException
     until: float
 
     def result(self) -> Addresses:
-        if isinstance(self.found, BaseException):
-            raise self.found.with_traceback(None)  # a traceback would grow each time
-        return self.found
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome.with_traceback(None)  # a traceback would grow each time
+        return self.outcome
 
 
 class PendingLookup(NamedTuple):
     began: float
-    answer: Future[Addresses]
+    addresses: Future[Addresses]
 
 
 def resolve(host: str) -> Addresses:
     """Return the addresses of a name in the system's order; block until they are known."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return tuple(dict.fromkeys(_address_text(entry[4]) for entry in found))
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(_address_text(entry[4]) for entry in addresses))
 
 
 def _address_text(address: tuple[Any, ...]) -> str:
@@ -76,7 +76,7 @@ class Resolver:
 
     def __init__(self, ask: Callable[[str], Addresses] = resolve) -> None:
         self._ask = ask
-        self._known: dict[str, CachedLookup] = {}
+        self._cached: dict[str, CachedLookup] = {}
         self._under_way: dict[str, PendingLookup] = {}
         self._lock = threading.Lock()  # for the two below
         self._waiting: deque[tuple[str, Future[Addresses]]] = deque()
@@ -86,82 +86,81 @@ class Resolver:
         """Return cached or new addresses; raise `OSError` or `UnicodeError`."""
         if is_address(host):
             return (host,)
-        known, now = self._known.get(host), time.monotonic()
-        if known is None:
+        cached, now = self._cached.get(host), time.monotonic()
+        if cached is None:
             return await self.look_up(host)
-        if now < known.until:
-            return known.result()
-        look_up = self._begin(host, now)
+        if now < cached.until:
+            return cached.result()
+        look_up = self._start_look_up(host, now)
         try:
             async with asyncio.timeout(max(look_up.began + REFRESH_WAIT_S - now, 0.0)):
-                return await asyncio.wrap_future(look_up.answer)
+                return await asyncio.wrap_future(look_up.addresses)
         except OSError as error:  # or its subclass `TimeoutError`
             if _is_final(error):
                 raise
-        return known.result()
+        return cached.result()
 
     async def look_up(self, host: str) -> Addresses:
         """Return the addresses from a new look-up."""
-        return await asyncio.wrap_future(self._begin(host, time.monotonic()).answer)
+        return await asyncio.wrap_future(self._start_look_up(host, time.monotonic()).addresses)
 
     def expire(self, host: str) -> None:
         """Expire cached addresses after a failed connection."""
-        known = self._known.get(host)
-        if known is not None:
-            self._known[host] = known._replace(until=0.0)
+        cached = self._cached.get(host)
+        if cached is not None:
+            self._cached[host] = cached._replace(until=0.0)
 
-    def _begin(self, host: str, now: float) -> PendingLookup:
-        found = self._under_way.get(host)
-        if found is not None:
-            return found
-        answer: Future[Addresses] = Future()
-        answer.set_running_or_notify_cancel()  # waiters can't cancel it
-        look_up = self._under_way[host] = PendingLookup(now, answer)
-        answer.add_done_callback(lambda answer: self._cache_result(host, answer))
+    def _start_look_up(self, host: str, now: float) -> PendingLookup:
+        if (under_way := self._under_way.get(host)) is not None:
+            return under_way
+        result: Future[Addresses] = Future()
+        result.set_running_or_notify_cancel()  # waiters can't cancel it
+        look_up = self._under_way[host] = PendingLookup(now, result)
+        result.add_done_callback(lambda result: self._cache_result(host, result))
         with self._lock:
-            self._waiting.append((host, answer))
+            self._waiting.append((host, result))
             if self._threads >= MAX_THREADS:
                 return look_up
             self._threads += 1
         try:
             # Not an executor's thread: the router must be able to exit during a look-up.
-            threading.Thread(target=self._work, name="look-up", daemon=True).start()
+            threading.Thread(target=self._run_look_ups, name="look-up", daemon=True).start()
         except RuntimeError:
-            self._without_thread()
+            self._give_up_thread()
         return look_up
 
-    def _without_thread(self) -> None:
+    def _give_up_thread(self) -> None:
         with self._lock:
             self._threads -= 1
-            left = [] if self._threads else list(self._waiting)
-            if left:
+            remaining = [] if self._threads else list(self._waiting)
+            if remaining:
                 self._waiting.clear()
-        for _, answer in left:
-            answer.set_exception(OSError(errno.ENOMEM, "no thread for a look-up"))
+        for _, result in remaining:
+            result.set_exception(OSError(errno.ENOMEM, "no thread for a look-up"))
 
-    def _work(self) -> None:
+    def _run_look_ups(self) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
                     self._threads -= 1
                     return
-                host, answer = self._waiting.popleft()
+                host, result = self._waiting.popleft()
             try:
-                found = self._ask(host)
+                addresses = self._ask(host)
             except Exception as error:  # `UnicodeError` for an invalid name
-                answer.set_exception(error)
+                result.set_exception(error)
             else:
-                answer.set_result(found)
+                result.set_result(addresses)
 
-    def _cache_result(self, host: str, answer: Future[Addresses]) -> None:
+    def _cache_result(self, host: str, result: Future[Addresses]) -> None:
         """Cache a result. Runs in the look-up's thread, so a cancelled waiter does not lose it."""
-        error, known = answer.exception(), self._known.get(host)
-        if known is None and len(self._known) >= MAX_CACHED_NAMES:
-            self._known.clear()
+        error, cached = result.exception(), self._cached.get(host)
+        if cached is None and len(self._cached) >= MAX_CACHED_NAMES:
+            self._cached.clear()
         if error is None:
-            self._known[host] = CachedLookup(answer.result(), time.monotonic() + CACHE_TTL_S)
-        elif known is None or _is_final(error) or isinstance(known.found, BaseException):
-            self._known[host] = CachedLookup(error, 0.0)
+            self._cached[host] = CachedLookup(result.result(), time.monotonic() + CACHE_TTL_S)
+        elif cached is None or _is_final(error) or isinstance(cached.outcome, BaseException):
+            self._cached[host] = CachedLookup(error, 0.0)
         self._under_way.pop(host, None)
 
 
@@ -184,12 +183,12 @@ async def connect(
         options = {"ssl": tls, "server_hostname": host, "ssl_handshake_timeout": handshake_s}
     loop = asyncio.get_running_loop()
     errors: list[OSError] = []
-    left = deque(await RESOLVER.find(host))
-    while left:
+    remaining = deque(await RESOLVER.find(host))
+    while remaining:
         try:
-            if len(left) == 1:
-                return await loop.create_connection(protocol, left.popleft(), port, **options)
-            if (raw := await _first(left, port, errors)) is not None:
+            if len(remaining) == 1:
+                return await loop.create_connection(protocol, remaining.popleft(), port, **options)
+            if (raw := await _first_connected(remaining, port, errors)) is not None:
                 return await loop.create_connection(protocol, sock=raw, **options)
         except ssl.SSLError:
             raise  # the address accepted the connection
@@ -202,18 +201,20 @@ async def connect(
     raise errors[0] if len(errors) == 1 else NoAddressAnswersError(errors)
 
 
-async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:
+async def _first_connected(
+    remaining: deque[str], port: int, errors: list[OSError]
+) -> socket.socket | None:
     """Return a socket to the first address that accepts; failures go to `errors`."""
     loop = asyncio.get_running_loop()
     attempts: dict[asyncio.Task[socket.socket], str] = {}
     try:
-        while left or attempts:
-            if left:
-                address = left.popleft()
+        while remaining or attempts:
+            if remaining:
+                address = remaining.popleft()
                 attempts[loop.create_task(_connect_to(address, port))] = address
             done, _ = await asyncio.wait(
                 attempts,
-                timeout=NEXT_ADDRESS_DELAY_S if left else None,
+                timeout=NEXT_ADDRESS_DELAY_S if remaining else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             for attempt in done:
@@ -226,7 +227,7 @@ async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.s
         for attempt, address in attempts.items():
             attempt.cancel()
             attempt.add_done_callback(_close)
-            left.append(address)  # tried again if the TLS handshake fails
+            remaining.append(address)  # tried again if the TLS handshake fails
     return None
 
 

@@ -136,17 +136,17 @@ def to_worker(config: WorkerTlsConfig | None) -> ssl.SSLContext | None:
     """
     if config is None:
         return None
-    known = _known.get(config)
+    cached = _known.get(config)
     changed = _file_times(config)
-    if known is not None and known[0] == changed:
-        return known[1]
+    if cached is not None and cached[0] == changed:
+        return cached[1]
     try:
         context = client_context(config)
     except TlsError as error:
-        if known is None:
+        if cached is None:
             raise
         logger.warning("TLS: %s; the previous files stay in use", error)
-        context = known[1]
+        context = cached[1]
     if len(_known) >= MAX_CONTEXTS:
         _known.clear()
     _known[config] = changed, context

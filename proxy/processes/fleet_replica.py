@@ -77,30 +77,30 @@ class FleetReplica:
 
     def changes(self) -> WorkersChanged | None:
         """Return the changes since the last call; None without changes."""
-        gone = [
+        removed = [
             worker for worker in self._rows_of if self._fleet.roster.get(worker.name) is not worker
         ]
-        for worker in gone:
+        for worker in removed:
             if (row := self._rows_of[worker].row) != NO_ROW:
                 self._rows.release(row)
             self._forget_worker(worker)
-        known = []
+        changed = []
         for worker in self._fleet.roster:
             if worker not in self._rows_of:
                 self._assign_row(worker)
             state = self._state(worker)
             if self._sent_states.get(worker) != state:
                 self._sent_states[worker] = state
-                known.append(self._describe_worker(worker))
+                changed.append(self._describe_worker(worker))
         warm = self._warm_links()
         send_all, self._sends_all = self._sends_all, False
-        found = self._discovery.endpoints_by_pool()
-        discovered = None if found == self._discovered else found
-        self._discovered = found
-        if not (known or gone or warm or send_all or discovered):
+        endpoints = self._discovery.endpoints_by_pool()
+        discovered = None if endpoints == self._discovered else endpoints
+        self._discovered = endpoints
+        if not (changed or removed or warm or send_all or discovered):
             return None
-        names = tuple(worker.name for worker in gone if worker.name not in self._fleet.roster)
-        return WorkersChanged(tuple(known), names, send_all, warm, discovered)
+        names = tuple(worker.name for worker in removed if worker.name not in self._fleet.roster)
+        return WorkersChanged(tuple(changed), names, send_all, warm, discovered)
 
     def _state(self, worker: Worker) -> tuple[object, ...]:
         """Return what the receivers must know anew if it changes."""
@@ -156,30 +156,30 @@ class FleetReplica:
         if not links.are_made or seen == self._checked_versions:
             return ()
         self._checked_versions = seen
-        here = {(worker.name, worker.up_since) for worker in self._fleet.roster}
-        self._sent_links = {key for key in self._sent_links if key[:2] in here and key[2:] in here}
-        found = []
+        up = {(worker.name, worker.up_since) for worker in self._fleet.roster}
+        self._sent_links = {key for key in self._sent_links if key[:2] in up and key[2:] in up}
+        warm = []
         for pool in {self._fleet.roster.pool(model) for model in self._fleet.roster.models()}:
             for prefill in pool.prefills:
                 for decode in pool.all:
                     key = prefill.name, prefill.up_since, decode.name, decode.up_since
                     if key not in self._sent_links and links.is_warm(prefill, decode):
                         self._sent_links.add(key)
-                        found.append((prefill.name, decode.name))
-        return tuple(found)
+                        warm.append((prefill.name, decode.name))
+        return tuple(warm)
 
     # Followers
 
     def apply(self, changes: WorkersChanged) -> None:
-        gone = set(changes.removed)
+        removed = set(changes.removed)
         if changes.complete:
-            gone |= {worker.name for worker in self._fleet.roster}
-            gone -= {known.spec.name for known in changes.known}
-        self._swap_workers(gone, changes.known)
+            removed |= {worker.name for worker in self._fleet.roster}
+            removed -= {known.spec.name for known in changes.known}
+        self._swap_workers(removed, changes.known)
         for known in changes.known:
             if (worker := self._fleet.roster.get(known.spec.name)) is not None:
                 self._apply_worker(worker, known)
-        if gone:
+        if removed:
             self._router.placer.links.keep_only({*self._fleet.roster})
         if changes.discovered is not None:
             self._discovered = changes.discovered
@@ -191,18 +191,18 @@ class FleetReplica:
     def _swap_workers(self, names: Collection[str], known_workers: Iterable[KnownWorker]) -> None:
         """Remove and add workers in one operation, because there may be a thousand."""
         fleet = self._fleet
-        gone = [worker for name in names if (worker := fleet.roster.get(name)) is not None]
+        removed = [worker for name in names if (worker := fleet.roster.get(name)) is not None]
         added = []
         for known in known_workers:
             worker = fleet.roster.get(known.spec.name)
             if worker is None or self._is_replaced(worker, known):
                 added.append(known.spec)
                 if worker is not None:
-                    gone.append(worker)
-        if not (gone or added):
+                    removed.append(worker)
+        if not (removed or added):
             return
-        fleet.roster.swap(gone, added)
-        for worker in gone:
+        fleet.roster.swap(removed, added)
+        for worker in removed:
             self._forget_worker(worker)
 
     def _is_replaced(self, worker: Worker, known: KnownWorker) -> bool:

@@ -27,6 +27,11 @@ SUMMED = frozenset(
         "proxy_tenant_inflight_requests",
         "proxy_tenant_queue_requests",
         "proxy_upstream_connections",
+        "proxy_worker_decode_tokens",
+        "proxy_worker_held_prompts",
+        "proxy_worker_inflight_requests",
+        "proxy_worker_kv_tokens",
+        "proxy_worker_prefill_tokens",
         "process_max_fds",
         "process_open_fds",
         "process_resident_memory_bytes",
@@ -83,13 +88,13 @@ def add_up(pages: Iterable[Page]) -> Page:
         for name, family in page.items():
             if name in LEADER_ONLY and name in total:
                 continue
-            found = total.setdefault(name, MergedFamily(family.kind, family.help))
+            merged = total.setdefault(name, MergedFamily(family.kind, family.help))
             adds = family.kind != "gauge" or name in SUMMED
             for series, value in family.series.items():
-                if series not in found.series:
-                    found.series[series] = value
+                if series not in merged.series:
+                    merged.series[series] = value
                 elif adds and name not in SHARED:
-                    found.series[series] += value
+                    merged.series[series] += value
     return total
 
 
@@ -106,9 +111,9 @@ def missing_in(page: Page, other: Page) -> Page:
     """Return the series that another page does not have."""
     left: Page = {}
     for name, family in page.items():
-        known = other.get(name, EMPTY).series
-        if not family.series.keys() <= known.keys():
-            series = {key: value for key, value in family.series.items() if key not in known}
+        other_series = other.get(name, EMPTY).series
+        if not family.series.keys() <= other_series.keys():
+            series = {key: value for key, value in family.series.items() if key not in other_series}
             left[name] = MergedFamily(family.kind, family.help, series)
     return left
 
@@ -119,7 +124,7 @@ def dropped(before: Page, now: Page) -> Page:
     A histogram is returned as a whole, so that its buckets stay ordered. Its `_sum` is ignored,
     because it may decrease by a rounding error.
     """
-    gone: Page = {}
+    dropped_series: Page = {}
     for name, family in before.items():
         current, total = now.get(name, EMPTY).series, f"{name}_sum"
         fell = {
@@ -129,8 +134,8 @@ def dropped(before: Page, now: Page) -> Page:
         }
         if fell:
             series = {key: n for key, n in family.series.items() if _labels(key) in fell}
-            gone[name] = MergedFamily(family.kind, family.help, series)
-    return gone
+            dropped_series[name] = MergedFamily(family.kind, family.help, series)
+    return dropped_series
 
 
 def _labels(series: str) -> str:
@@ -147,14 +152,14 @@ def without_removed_workers(past: Page, present: Page) -> Page:
     fleet = {name for series in workers for name in NAMED.findall(series)}
     if not fleet:
         return past
-    known = fleet | PLACEHOLDERS
+    names = fleet | PLACEHOLDERS
     left: Page = {}
     for name, family in past.items():
         shown = present.get(name, EMPTY).series
         series = {
             key: value
             for key, value in family.series.items()
-            if key in shown or known.issuperset(NAMED.findall(key))
+            if key in shown or names.issuperset(NAMED.findall(key))
         }
         left[name] = MergedFamily(family.kind, family.help, series)
     return left

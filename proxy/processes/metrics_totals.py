@@ -34,7 +34,7 @@ class MetricsTotals:
 
     def merge(
         self,
-        found: Mapping[int, str],
+        pages: Mapping[int, str],
         *,
         number: int,
         serving: int,
@@ -47,10 +47,10 @@ class MetricsTotals:
         `number` grows with each question; answers may arrive out of order.
         """
         dropped = [
-            self._store(index, number, metrics_merge.read(text)) for index, text in found.items()
+            self._store(index, number, metrics_merge.read(text)) for index, text in pages.items()
         ]
         # The leader's page comes first.
-        order = [*found, *(index for index in self._pages if index not in found)]
+        order = [*pages, *(index for index in self._pages if index not in pages)]
         total = metrics_merge.add_up(self._pages[index] for index in order)
         if lost := metrics_merge.add_up(dropped):
             self._past = metrics_merge.add_up([self._past, lost])

@@ -42,9 +42,9 @@ class Ports:
 
     async def _reserve_ports(self, router: RouterConfig) -> None:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(router.host, router.port, type=socket.SOCK_STREAM)
+        addresses = await loop.getaddrinfo(router.host, router.port, type=socket.SOCK_STREAM)
         self.port = router.port
-        for family, _, _, _, address in dict.fromkeys(found):
+        for family, _, _, _, address in dict.fromkeys(addresses):
             # SO_REUSEPORT alone would let a second router share the port, so first bind without it.
             with bind(family, (address[0], self.port, *address[2:]), shared=False) as alone:
                 self.port = alone.getsockname()[1]

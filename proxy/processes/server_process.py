@@ -73,7 +73,8 @@ class ServerProcess:
         self.app.wire.write_metrics = self.page
         self.app.live.collect_all = self.live_updates
         self.app.logs.change_all = self.change_logs
-        self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
+        recorder = self.app.live.recorder
+        recorder.process_index, recorder.num_processes = index, begin.processes
         clock, router = time.monotonic, self.app.router
         shared = SharedTable(table, begin.processes)
         soon: Callable[[Callable[[], None]], object] = loop.call_soon
@@ -122,8 +123,8 @@ class ServerProcess:
             await self.ended.wait()
         finally:
             running = [*watching, *self._tasks]  # a drain goes on until its deadline
-            for each in running:
-                each.cancel()
+            for running_task in running:
+                running_task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     def handle(self, message: Message) -> None:
@@ -143,7 +144,7 @@ class ServerProcess:
             case ConfigReloaded(config, keys):
                 self._apply_config(config, keys)
             case WorkerDrained(name, draining, at_once):
-                if self.app.leads:
+                if self.app.is_leader:
                     self.app.fleet.roster.drain(name, draining=draining)
                     self._send_changes()
                     if at_once:
@@ -160,7 +161,7 @@ class ServerProcess:
                     answer.set_result(result)
 
     def _apply_changes(self, changes: WorkersChanged) -> None:
-        if not self.app.leads:
+        if not self.app.is_leader:
             self.app.hide_keys(known.spec for known in changes.known)
             self._replica.apply(changes)
             self._start_listening()
@@ -188,18 +189,18 @@ class ServerProcess:
         self._channel.send(ConfigReloaded(config, keys))
 
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
-        found = await self._ask("decisions", (limit, wanted))
-        entries: list[RecentRequest] = [entry for part in found for entry in part]
+        decisions = await self._ask("decisions", (limit, wanted))
+        entries: list[RecentRequest] = [entry for part in decisions for entry in part]
         entries.sort(key=lambda entry: -entry.time)
         return entries[:limit]
 
     async def page(self, openmetrics: bool) -> tuple[bytes, str]:
-        found: tuple[bytes, str] = await self._ask("page", openmetrics)
-        return found
+        page: tuple[bytes, str] = await self._ask("page", openmetrics)
+        return page
 
     async def live_updates(self, filters: UpdateRequest) -> list[LiveUpdate]:
-        found: list[LiveUpdate] = await self._ask("live", filters)
-        return found
+        updates: list[LiveUpdate] = await self._ask("live", filters)
+        return updates
 
     async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         await self._ask("logs", (requests, dict(levels)))
@@ -210,11 +211,11 @@ class ServerProcess:
 
     async def move_requests(self, name: str) -> MovedRequests:
         """Move a drained worker's requests in all processes."""
-        found: list[MovedRequests] = await self._ask("move", name)
+        counts: list[MovedRequests] = await self._ask("move", name)
         remaining: Counter[str] = Counter()
-        for _, left in found:
+        for _, left in counts:
             remaining.update(left)
-        return sum(moved for moved, _ in found), remaining
+        return sum(moved for moved, _ in counts), remaining
 
     async def _ask(self, kind: QuestionKind, argument: object) -> Any:
         number = next(self._numbers)
@@ -228,8 +229,8 @@ class ServerProcess:
 
     async def _send_answer(self, question: IpcQuestion) -> None:
         try:
-            found = await self._answer(question.kind, question.argument)
-            self._channel.send(IpcAnswer(question.number, found))
+            answer = await self._answer(question.kind, question.argument)
+            self._channel.send(IpcAnswer(question.number, answer))
         except Exception:
             logger.exception("process %d cannot answer: %s", self._index, question.kind)
             self._channel.send(IpcAnswer(question.number, failed=True))
@@ -239,7 +240,7 @@ class ServerProcess:
             page, _ = await write_page(self.app.metrics)
             return page.decode()
         if kind == "live":
-            return self.app.live.notes.update(self._clock(), argument)
+            return self.app.live.recorder.update(self._clock(), argument)
         if kind == "logs":
             self.app.logs.change(*argument)
             return None
@@ -295,7 +296,7 @@ class ServerProcess:
                 self._queues.holds_back = False
                 wire.dispatch_queued(now)
             seen = shared_load.changes
-            if self.app.leads:
+            if self.app.is_leader:
                 self._send_changes()
             self._queues.request_came.clear()
             if wire.queued:

@@ -62,6 +62,7 @@ async def serve_until_signal(service: Service, on_ready: Callable[[], None]) -> 
         task.add_done_callback(reloads.discard)
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # `vllm-sched router` blocks it
     leaving = asyncio.ensure_future(first.wait())
     if await _ends_before(asyncio.ensure_future(service.start()), leaving):
         on_ready()

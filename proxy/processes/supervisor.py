@@ -229,13 +229,13 @@ class Supervisor:
 
     async def _start_child(self, index: int) -> Child:
         own_end, child_end = socket.socketpair()
-        given = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
-        command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
+        inherited = [self._table.fd, child_end.fileno(), self._ports.admin.fileno()]
+        command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, inherited)]
         # The child must import the same modules as this process.
         path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=inherited, env=env)
         except OSError:
             own_end.close()
             raise
@@ -337,11 +337,11 @@ class Supervisor:
     async def _ask(self, child: Child, question: IpcQuestion) -> None:
         """Collect the answers of all processes and send them to the sender, the leader's first."""
         number = next(self._numbers)  # senders use their own numbers
-        found = await self.gather(IpcQuestion(number, question.kind, question.argument))
-        answer: object = [*found.values()]
+        answers = await self.gather(IpcQuestion(number, question.kind, question.argument))
+        answer: object = [*answers.values()]
         if question.kind == "page":
             answer = self._totals.merge(
-                found,
+                answers,
                 number=number,
                 serving=self._serving,
                 restarts=self.restarts,
@@ -351,7 +351,6 @@ class Supervisor:
         child.channel.send(IpcAnswer(question.number, answer))
 
     def _remember_log_settings(self, change: IpcQuestion) -> None:
-        """Remember log settings for processes that start."""
         requests, levels = change.argument
         if self._logs is not None:
             earlier, others = self._logs.argument

@@ -23,7 +23,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router
 from proxy.discovery.discovery import Discovery
-from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.errors import ConfigError, Problem, ProxyError, short_list
 from proxy.health.balance import Balance
 from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
@@ -115,7 +115,7 @@ class App:
         self._connect_metrics()
         self.batches = self._batches(config.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
-        self.leads = False
+        self.is_leader = False
         self.objects_frozen = False  # true once garbage collection skips what the start made
         self.admin_key = AdminKey()
         self.admin_key.set(keys.admin)
@@ -194,7 +194,7 @@ class App:
         self._admin = AdminPort(sock, partial(_make_admin_server, self))
 
     def lead(self) -> None:
-        self.leads = True
+        self.is_leader = True
         self.fleet.roster.ejections.listener = BreakerLog()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
@@ -271,10 +271,12 @@ class App:
         if self.source is None:
             raise ProxyError("the router was not started from a file; there is nothing to reload")
         async with self._reloading:
+            before = {worker.name for worker in self.fleet.roster}
             changed = self.apply_config(await asyncio.to_thread(self._reread_config, self.source))
             if self.siblings is not None:
                 self.siblings.reloaded(self.config, self._keys)
-        logger.info("reloaded %s: %d workers", self.source, len(self.fleet.roster))
+            after = {worker.name for worker in self.fleet.roster}
+        logger.info("reloaded %s: %s", self.source, _workers_now(before, after))
         if changed:
             logger.warning("%s: the change needs a restart", ", ".join(changed))
         return changed
@@ -285,7 +287,7 @@ class App:
         `keys` are the file's keys if they are already read.
         """
         changed = restart_only_changes(config, self.started_with)
-        follows = self.siblings is not None and not self.leads
+        follows = self.siblings is not None and not self.is_leader
         try:
             check_tls(config, str(self.source))
         except ConfigError as error:
@@ -297,13 +299,15 @@ class App:
         new_config, config = config, as_started(config, self.started_with)
         keys = keys or SecretKeys.read(config, str(self.source))
         refuse_anonymous_access(config, config.router.host, str(self.source))
-        found = self.discovery.reconfigure(config, keys.pools)
+        reconfigured = self.discovery.reconfigure(config, keys.pools)
         # From here on nothing can fail.
         self.config, self._keys = new_config, keys
         probe = self.prober.settings = config.router.probe
         self.fleet.health.down_after, self.fleet.health.up_after = probe.down_after, probe.up_after
         # Followers get their workers from the leader.
-        workers = [w.spec for w in self.fleet.roster] if follows else [*found, *specs(config)]
+        workers = (
+            [w.spec for w in self.fleet.roster] if follows else [*reconfigured, *specs(config)]
+        )
         self.router.reconfigure(router_settings(config), workers)
         apply_tenants(self.router.tenants, config, keys.tenants)
         self.admin_key.set(keys.admin)
@@ -314,7 +318,7 @@ class App:
         ):
             if shown is not None and tls is not None:
                 shown.renew(tls)
-        if self.leads:
+        if self.is_leader:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
         self.logs.reconfigure(config, keys.plain)
@@ -325,11 +329,11 @@ class App:
     def _reread_config(self, source: Path) -> FleetConfig:
         """Read the file; workers keep the addresses that `up` chose for them."""
         config = self._read(source)
-        known = {worker.name: worker for worker in self.config.workers}
+        by_name = {worker.name: worker for worker in self.config.workers}
         workers: list[WorkerConfig] = []
         problems: list[Problem] = []
         for index, worker in enumerate(config.workers):
-            before = known.get(worker.name, worker)
+            before = by_name.get(worker.name, worker)
             chosen = {key: getattr(before, key) for key in worker.keys_to_choose}
             workers.append(worker.model_copy(update=chosen))
             why = "missing, and a reload starts no worker; set it, or restart"
@@ -366,6 +370,14 @@ class App:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.logs.close()
+
+
+def _workers_now(before: set[str], after: set[str]) -> str:
+    text = f"{len(after)} workers"
+    for change, names in (("added", after - before), ("removed", before - after)):
+        if names:
+            text += f"; {change}: {short_list(sorted(names))}"
+    return text
 
 
 def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:

@@ -93,6 +93,6 @@ def restart_only_changes(config: FleetConfig, started: FleetConfig) -> list[str]
         for index, worker in enumerate(config.workers)
         for setting in _changed_launch(config, worker, started, launched.get(worker.name))
     ]
-    here = {worker.name for worker in config.workers}
-    gone = [name for name in launched if name not in here]
-    return changed + [f"workers: {name} keeps running if `up` started it" for name in gone]
+    names = {worker.name for worker in config.workers}
+    removed = [name for name in launched if name not in names]
+    return changed + [f"workers: {name} keeps running if `up` started it" for name in removed]

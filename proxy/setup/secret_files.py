@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, AnyStr, Final, TypeVar
 
 from proxy.errors import ConfigError, Problem
 from proxy.text_files import UnreadableFileError, read_bytes, read_text
@@ -27,10 +27,10 @@ def read_secret(
     read: Callable[[RouterConfig], T | Problem | None], router: RouterConfig, source: str
 ) -> T | None:
     """Return a secret; None if none is configured, `ConfigError` if it cannot be read."""
-    found = read(router)
-    if isinstance(found, Problem):
-        raise ConfigError(source, [found])
-    return found
+    secret = read(router)
+    if isinstance(secret, Problem):
+        raise ConfigError(source, [secret])
+    return secret
 
 
 def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
@@ -38,18 +38,16 @@ def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
     if draft.router is None:
         return
     for read in (admin_key, journal_key, redis_password, database_password):
-        if isinstance(found := read(draft.router), Problem):
-            yield found
+        if isinstance(secret := read(draft.router), Problem):
+            yield secret
 
 
 def admin_key(router: RouterConfig) -> str | Problem | None:
     admin = router.admin
     if (file := admin.key_file) is not None:
         where = "router.admin.key_file"
-        try:
-            key = read_text(file).strip()
-        except UnreadableFileError as error:
-            return Problem(where, f"{str(file)!r}: {error}")
+        if isinstance(key := _read(where, file, read_text), Problem):
+            return key
     elif (variable := admin.key_env) is not None:
         where = "router.admin.key_env"
         key = os.environ.get(variable, "").strip()
@@ -66,10 +64,9 @@ def journal_key(router: RouterConfig) -> bytes | Problem | None:
     where = "router.journal.key_file"
     if (file := router.journal.key_file) is None:
         return None
-    try:
-        key = read_bytes(file).strip()  # as the engine does
-    except UnreadableFileError as error:
-        return Problem(where, f"{str(file)!r}: {error}")
+    key = _read(where, file, read_bytes)
+    if isinstance(key, Problem):
+        return key
     if len(key) < MIN_JOURNAL_KEY_BYTES:
         why = f"{str(file)!r}: has {len(key)} bytes; a key has {MIN_JOURNAL_KEY_BYTES} or more; "
         return Problem(where, why + "`openssl rand -hex 32` makes one")
@@ -90,8 +87,13 @@ def database_password(router: RouterConfig) -> str | Problem | None:
 def _password(where: str, file: Path | None) -> str | Problem | None:
     if file is None:
         return None
+    password = _read(where, file, read_text)
+    return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")
+
+
+def _read(where: str, file: Path, read: Callable[[Path], AnyStr]) -> AnyStr | Problem:
+    """Return a file's content without space around it, as the engine reads keys."""
     try:
-        password = read_text(file).strip()
+        return read(file).strip()
     except UnreadableFileError as error:
         return Problem(where, f"{str(file)!r}: {error}")
-    return password or Problem(where, f"{str(file)!r}: is empty; write the password into it")

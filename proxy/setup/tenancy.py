@@ -41,8 +41,8 @@ def read_keys(
 def key_problems(draft: PartialConfig) -> list[Problem]:
     """Return what is wrong with the keys of tenants that name a source of keys."""
     problems: list[Problem] = []
-    known = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
-    _keys(known, os.environ, problems)
+    with_keys = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
+    _keys(with_keys, os.environ, problems)
     return problems
 
 
@@ -108,8 +108,8 @@ def _key_texts(
 
 
 def _digest(text: str) -> bytes | None:
-    if found := HASH_PATTERN.fullmatch(text):
-        return bytes.fromhex(found[1])
+    if match := HASH_PATTERN.fullmatch(text):
+        return bytes.fromhex(match[1])
     if text.lower().startswith("sha256:"):
         return None  # a malformed hash; it must not be accepted as a plain key
     return sha256(text.encode()).digest() if KEY_PATTERN.fullmatch(text) else None

@@ -69,7 +69,7 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.notes = LiveRecorder(metrics, state.figures, clock, wall)
+        self.recorder = LiveRecorder(metrics, state.figures, clock, wall)
         # With several processes: collects the parts of all.
         self.collect_all: Callable[[UpdateRequest], Awaitable[list[LiveUpdate]]] | None = None
         self._state = state
@@ -91,7 +91,7 @@ class LiveView:
         viewer.taken_at = self._clock()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
-            self.notes.start(self._clock())
+            self.recorder.start(self._clock())
             self._task = asyncio.get_running_loop().create_task(self._run(), name="live")
         return viewer
 
@@ -113,13 +113,13 @@ class LiveView:
                 await self.send_updates()
                 await asyncio.sleep(BEAT_INTERVAL_S)
         finally:
-            self.notes.end()
+            self.recorder.end()
 
     async def send_updates(self) -> None:
         now = self._clock()
-        whole = any(viewer.behind and not viewer.busy for viewer in self._viewers)
+        last_minute = any(viewer.behind and not viewer.busy for viewer in self._viewers)
         update_request = UpdateRequest(
-            self._zero, whole, self._beats % STATE_EVERY_BEATS == 0 or whole
+            self._zero, last_minute, self._beats % STATE_EVERY_BEATS == 0 or last_minute
         )
         self._beats += 1
         self._send(now, await self._parts(now, update_request))
@@ -128,7 +128,7 @@ class LiveView:
         if self.collect_all is not None:
             with suppress(TimeoutError):  # this process's own part is better than nothing
                 return await self.collect_all(update_request)
-        return [self.notes.update(now, update_request)]
+        return [self.recorder.update(now, update_request)]
 
     def _check_gaps(self, now: float, parts: list[LiveUpdate]) -> None:
         """Mark all viewers for the full state if an update may be lost, at limited frequency."""
@@ -163,7 +163,7 @@ class LiveView:
             viewer.taken_at = now
             if not viewer.behind:
                 viewer.put(message)
-            elif all(part.whole is not None for part in parts):
+            elif all(part.last_minute is not None for part in parts):
                 full_state = full_state or self._full_state(now, parts, figures)
                 viewer.behind = False
                 viewer.put(full_state)
@@ -173,7 +173,7 @@ class LiveView:
             "run": self._run_id,
             "fields": FIELDS,
             "now": round((now - self._zero) * 1000),
-            "rows": [row for part in parts for row in part.whole or ()],
+            "rows": [row for part in parts for row in part.last_minute or ()],
             "ticks": [],
             "state": self._state(now, figures),
         }

@@ -45,7 +45,7 @@ class UpdateRequest:
     """What an update contains: the zero of its times, the whole minute, figures."""
 
     zero: float
-    whole: bool
+    last_minute: bool
     figures: bool
 
 
@@ -56,7 +56,7 @@ class LiveUpdate:
     rows: list[Row]  # new and changed rows
     ticks: list[list[int]]  # row numbers, each with its token times
     dropped: int  # rows left out because of limits
-    whole: list[Row] | None  # rows of the last minute, if requested
+    last_minute: list[Row] | None  # rows of the last minute, if requested
     figures: LiveCounts | None
 
 
@@ -68,8 +68,8 @@ class LiveRecorder:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        # Index of this process and number of processes: row numbers must differ.
-        self.mark, self.marks = 0, 1
+        # The row numbers of processes must differ.
+        self.process_index, self.num_processes = 0, 1
         self._metrics = metrics
         self._figures = figures
         self._clock = clock
@@ -128,10 +128,10 @@ class LiveRecorder:
         self._last_update_at = now
         rows, ticks = self._changes()
         dropped, self._dropped = self._dropped, 0
-        whole = self._full_update(now) if update_request.whole else None
+        last_minute = self._rows_of_last_minute(now) if update_request.last_minute else None
         figures = self._figures(now) if update_request.figures else None
         self._parts += 1
-        return LiveUpdate(self._source, self._parts, rows, ticks, dropped, whole, figures)
+        return LiveUpdate(self._source, self._parts, rows, ticks, dropped, last_minute, figures)
 
     def _stop_if_unused(self) -> None:
         if self._metrics.live is None:
@@ -160,7 +160,7 @@ class LiveRecorder:
                 ticks.append([seen.number, *passed])
         return rows, ticks
 
-    def _full_update(self, now: float) -> list[Row]:
+    def _rows_of_last_minute(self, now: float) -> list[Row]:
         since = now - WINDOW_S
         while self._rows and self._rows[0][-1] < self.ms(since):
             self._rows.popleft()
@@ -184,7 +184,7 @@ class LiveRecorder:
             placed = None if entry.worker is None else self.ms(arrived + entry.queue_s)
             first = None if entry.ttft_s is None else self.ms(arrived + entry.ttft_s)
             yield [
-                number * self.marks - self.mark, text(entry.id, MAX_TEXT),
+                number * self.num_processes - self.process_index, text(entry.id, MAX_TEXT),
                 text(entry.model, MAX_TEXT), entry.size,
                 "handover" if entry.prefill_worker else pool, entry.worker, entry.prefill_worker,
                 entry.reason.value, entry.status, entry.prompt_tokens, None, self.ms(arrived),
@@ -201,7 +201,7 @@ class LiveRecorder:
     ) -> Row:
         if seen.number == 0:
             self._numbers += 1
-            seen.number = self._numbers * self.marks + self.mark
+            seen.number = self._numbers * self.num_processes + self.process_index
         info, decision = seen.info, seen.decision
         pool, worker, prefill = NO_POOL, None, None
         if decision is not None:

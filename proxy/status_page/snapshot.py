@@ -164,17 +164,17 @@ def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]
             if of == kind:
                 total[name] += count
                 minute[name] += lately
-    found = [(name, count, minute[name]) for name, count in total.items()]
-    return sorted(found, key=lambda row: (-row[2], -row[1], row[0]))
+    rows = [(name, count, minute[name]) for name, count in total.items()]
+    return sorted(rows, key=lambda row: (-row[2], -row[1], row[0]))
 
 
 def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
-    found: dict[Key, list[int]] = {}
+    latencies: dict[Key, list[int]] = {}
     for part in counted:
         for key, counts in part.histograms.items():
-            before = found.get(key)
-            found[key] = counts if before is None else [*map(add, before, counts)]
-    for key, counts in sorted(found.items(), key=lambda item: KINDS.index(item[0][0])):
+            before = latencies.get(key)
+            latencies[key] = counts if before is None else [*map(add, before, counts)]
+    for key, counts in sorted(latencies.items(), key=lambda item: KINDS.index(item[0][0])):
         if any(counts):
             kind, pool, model, size = key
             bounds = TTFT_BOUNDS if kind == KINDS[0] else GAP_BOUNDS
@@ -190,8 +190,8 @@ def busiest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for kind in KINDS:
         of_kind = [row for row in rows if row["what"] == kind]
-        most = nlargest(MAX_LATENCY_ROWS, of_kind, key=itemgetter("count"))
-        shown += [row for row in of_kind if row in most]
+        busiest_rows = nlargest(MAX_LATENCY_ROWS, of_kind, key=itemgetter("count"))
+        shown += [row for row in of_kind if row in busiest_rows]
     return shown
 
 
@@ -200,13 +200,13 @@ def is_healthy(worker: Worker) -> bool:
 
 
 def _pools(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    found: dict[str, Counter[str]] = {}
+    pools: dict[str, Counter[str]] = {}
     for worker in workers:
-        totals = found.setdefault(worker.role.value, Counter(workers=0, up=0, requests=0))
+        totals = pools.setdefault(worker.role.value, Counter(workers=0, up=0, requests=0))
         totals["workers"] += 1
         totals["up"] += state(worker) == "up"
         totals["requests"] += worker.requests
-    return [{"role": role, **found[role]} for role in sorted(found)]
+    return [{"role": role, **pools[role]} for role in sorted(pools)]
 
 
 def _worker(worker: Worker, now: float) -> dict[str, Any]:

@@ -93,11 +93,11 @@ class Logs:
 
     def levels(self) -> dict[str, str]:
         """Return the levels by logger; the empty name is the default."""
-        found = {"": logging.getLevelName(logging.getLogger().level).lower()}
+        levels = {"": logging.getLevelName(logging.getLogger().level).lower()}
         for name, log in list(logging.Logger.manager.loggerDict.items()):
             if isinstance(log, logging.Logger) and log.level and name.split(".")[0] in OWN_LOGGERS:
-                found[name] = logging.getLevelName(log.level).lower()
-        return found
+                levels[name] = logging.getLevelName(log.level).lower()
+        return levels
 
     def change(self, requests: bool | None, levels: Mapping[str, str]) -> None:
         """Change what is logged, until the next reload."""
@@ -223,11 +223,11 @@ def _sizes(info: RequestInfo) -> dict[str, Any]:
 
 
 def _unread(seen: ObservedRequest) -> dict[str, Any]:
-    known = {
+    fields = {
         "tenant": None if seen.tenant is None else seen.tenant.name,
         "class": BATCH if seen.is_batch else None,
     }
-    return UNREAD | known
+    return UNREAD | fields
 
 
 def outcome(status: int) -> str:

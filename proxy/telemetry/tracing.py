@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proxy.errors import ProxyError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from proxy.config.telemetry import TracingConfig
     from proxy.core.model.types import Reason
     from proxy.metrics.observed import ObservedRequest
+
+logger = logging.getLogger(__name__)
 
 SERVER_ERROR = 500
 CLOSE_TIMEOUT_S = 3.0
@@ -42,6 +44,48 @@ class Span(NamedTuple):
     attributes: dict[str, Any]
 
 
+class FirstMessage(logging.Handler):
+    """Keeps the first message of an export: the cause of its failure."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = self.text or record.getMessage()
+
+
+class LoggedExporter:
+    """Exports spans, and logs when the collector stops and begins to accept them."""
+
+    def __init__(self, exporter: Any, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._accepted = True
+        self._messages = FirstMessage()
+        # It would log each batch that fails.
+        self._logger = logging.getLogger("opentelemetry.exporter")
+        self._logger.setLevel(logging.WARNING)
+        self._logger.propagate = False
+        self._logger.addHandler(self._messages)
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        self._messages.text = ""
+        result = self._exporter.export(spans)
+        before, self._accepted = self._accepted, result.name == "SUCCESS"
+        if before and not self._accepted:
+            logger.warning(
+                "router.tracing: %s does not accept spans, which are dropped until it does: %s",
+                self._endpoint,
+                self._messages.text,
+            )
+        elif self._accepted and not before:
+            logger.info("router.tracing: %s accepts spans again", self._endpoint)
+        return result
+
+    def shutdown(self) -> None:
+        self._logger.removeHandler(self._messages)
+        self._exporter.shutdown()
+
+
 class Tracing:
     def __init__(self, config: TracingConfig, chance: Callable[[], float] = random.random) -> None:
         try:
@@ -55,7 +99,7 @@ class Tracing:
         self._chance = chance
         self._resource = Resource.create({"service.name": config.service})
         exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=EXPORT_TIMEOUT_S)
-        self._processor = BatchSpanProcessor(exporter)
+        self._processor = BatchSpanProcessor(LoggedExporter(exporter, config.endpoint))  # type: ignore[arg-type]
 
     def begin(self, traceparent: bytes | None) -> Trace:
         """Return a new trace, or continue the client's."""
@@ -103,7 +147,8 @@ class Tracing:
 def spans_of(
     seen: ObservedRequest, trace: Trace, now: float, route: str, reason: Reason
 ) -> Iterator[Span]:
-    wall = time.time_ns()
+    # Metrics and logs took some time since `now`; the legs have exact times.
+    wall = time.time_ns() - round((time.monotonic() - now) * 1e9)
 
     def ns(at: float) -> int:
         return wall - round((now - at) * 1e9)

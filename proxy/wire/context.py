@@ -90,9 +90,9 @@ class WireContext(Protocol):
     releases: set[Expiring]  # of KV blocks
     write_metrics: Callable[[bool], Awaitable[tuple[bytes, str]]]
     short_waits: set[Expiring]  # checked at short ticks
-    outbox: WriteBatch
+    write_batch: WriteBatch
     pools: ConnectionPools
-    collecting: BodyBudget
+    body_budget: BodyBudget
     large_bodies: LargeBodyQueue
     continuations: ContinuationLog
 
@@ -102,13 +102,13 @@ class WireContext(Protocol):
         """Set the route or the refusal of a request."""
 
     def begin(
-        self, client: ServedClient, request: Request, route: Route, came_at: float
+        self, client: ServedClient, request: Request, route: Route, arrived_at: float
     ) -> Conversation: ...
 
     def count_refused(
         self,
         refusal: Refusal,
-        answer: bytes,
+        response: bytes,
         request: Request | None = None,
         request_id: bytes = b"",
     ) -> None:
@@ -116,7 +116,7 @@ class WireContext(Protocol):
 
     def count_answered(
         self,
-        done: FinishedRequest,
+        finished: FinishedRequest,
         request: Request | None,
         sent_bytes: int,
         request_id: bytes = b"",
@@ -136,7 +136,7 @@ class WireContext(Protocol):
     def add_short_wait(self, wait: Expiring) -> None: ...
 
     def make_tokenize_request(
-        self, now: float, done: Callable[[float, int | None], None]
+        self, now: float, on_done: Callable[[float, int | None], None]
     ) -> TokenizeRequest: ...
 
     def queue(self, ticket: Ticket, exchange: ServedExchange) -> None: ...

@@ -16,9 +16,9 @@ Fail = Callable[[float], None]
 
 
 class LargeBodyReader:
-    def __init__(self, body: bytes, done: Done, fail: Fail, clock: Callable[[], float]) -> None:
+    def __init__(self, body: bytes, on_done: Done, fail: Fail, clock: Callable[[], float]) -> None:
         self._body: LargeBody | None = LargeBody(body)
-        self._done = done
+        self._done = on_done
         self._fail = fail
         self._clock = clock
 
@@ -46,10 +46,10 @@ class LargeBodyQueue:
         self._clock = clock
         self._readers: deque[LargeBodyReader] = deque()
 
-    def add(self, body: bytes, done: Done, fail: Fail) -> LargeBodyReader:
-        """Read a body in later turns, then call `done`, or `fail` after an exception."""
+    def add(self, body: bytes, on_done: Done, fail: Fail) -> LargeBodyReader:
+        """Read a body in later turns, then call `on_done`, or `fail` after an exception."""
         self.added += 1
-        reader = LargeBodyReader(body, done, fail, self._clock)
+        reader = LargeBodyReader(body, on_done, fail, self._clock)
         self._readers.append(reader)
         if len(self._readers) == 1:
             self._call_soon()

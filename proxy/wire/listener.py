@@ -37,8 +37,8 @@ class Listener:
             self.max_files = float(files - files // SPARE_SHARE)
         self._tls = tls
         server: Any = await self._serve(where)  # uvloop's has a list of sockets, not a tuple
-        for each in server.sockets:
-            self._sockets.append(socket.socket(fileno=os.dup(each.fileno())))
+        for listening_socket in server.sockets:
+            self._sockets.append(socket.socket(fileno=os.dup(listening_socket.fileno())))
         return int(server.sockets[0].getsockname()[1])
 
     async def _serve(self, where: dict[str, Any]) -> asyncio.Server:

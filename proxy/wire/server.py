@@ -1,6 +1,6 @@
 """The server of the data path: listens, keeps deadlines and drains.
 
-    wire = Wire(router, WireSettings(), Metrics(router))
+    wire = WireServer(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 8000)
     ...
     await wire.drain(30.0)
@@ -96,11 +96,11 @@ class WireServer:
         self.queued: dict[Ticket, ServedExchange] = {}
         self.short_waits: set[Expiring] = set()
         self.releases: set[Expiring] = set()
-        self.outbox = WriteBatch()
-        self.pools = ConnectionPools(settings, clock, self.outbox)
+        self.write_batch = WriteBatch()
+        self.pools = ConnectionPools(settings, clock, self.write_batch)
         max_bytes, largest = settings.max_collected_bytes, settings.max_body_bytes
         self.large_bodies = LargeBodyQueue(clock)
-        self.collecting = BodyBudget(max_bytes, router.tenants, largest)
+        self.body_budget = BodyBudget(max_bytes, router.tenants, largest)
         self._failover = Failover()
         self.moves = Moves(router.fleet.roster, self.exchanges, clock)
         self.continuations = ContinuationLog()
@@ -170,7 +170,7 @@ class WireServer:
 
     def reconfigure(self, settings: WireSettings) -> None:
         self.settings = settings
-        self.collecting.limit(settings.max_collected_bytes, settings.max_body_bytes)
+        self.body_budget.limit(settings.max_collected_bytes, settings.max_body_bytes)
         self.pools.reconfigure(settings)
         for client in self.clients:
             client.limit(settings)
@@ -194,30 +194,30 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            found = (
+            refusal = (
                 extension.refuse_disabled(head)
                 if self.extension is None
                 else self.extension.find(head)
             )
-            route = found or route
+            route = refusal or route
         if isinstance(route, Refusal):
             head.refusal = route
         else:
             head.route = route
 
     def begin(
-        self, client: ServedClient, request: Request, route: Route, came_at: float
+        self, client: ServedClient, request: Request, route: Route, arrived_at: float
     ) -> Conversation:
         if self.extension is not None and route.name in extension.ROUTES:
             return self.extension.begin(client, request)
-        return Exchange(self, client, request, route, came_at)
+        return Exchange(self, client, request, route, arrived_at)
 
     def make_tokenize_request(
-        self, now: float, done: Callable[[float, int | None], None]
+        self, now: float, on_done: Callable[[float, int | None], None]
     ) -> TokenizeRequest:
-        question = TokenizeRequest(now + self.settings.count_s, done)
-        self.add_short_wait(question)
-        return question
+        request = TokenizeRequest(now + self.settings.count_s, on_done)
+        self.add_short_wait(request)
+        return request
 
     def add_short_wait(self, wait: Expiring) -> None:
         self.short_waits.add(wait)
@@ -264,28 +264,28 @@ class WireServer:
     def count_refused(
         self,
         refusal: Refusal,
-        answer: bytes,
+        response: bytes,
         request: Request | None = None,
         request_id: bytes = b"",
     ) -> None:
-        done = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
-        self.count_answered(done, request, len(answer), request_id)
+        finished = FinishedRequest(NONE, refusal.status, refusal.reason, 0.0)
+        self.count_answered(finished, request, len(response), request_id)
 
     def count_answered(
         self,
-        done: FinishedRequest,
+        finished: FinishedRequest,
         request: Request | None,
         sent_bytes: int,
         request_id: bytes = b"",
     ) -> None:
         now = self.clock()
-        self.metrics.count_request(done)
+        self.metrics.count_request(finished)
         for callback in self.metrics.at_end:
             record = RequestRecord()
-            record.started = now - done.duration_s
+            record.started = now - finished.duration_s
             record.request, record.sent_bytes = request, sent_bytes
             record.unread_id = request_id
-            callback(record, now, done.route, done.status, done.reason)
+            callback(record, now, finished.route, finished.status, finished.reason)
 
     def remove_exchange(self, exchange: ServedExchange) -> None:
         self.exchanges.discard(exchange)

@@ -27,22 +27,22 @@ def played_rounds(monkeypatch: pytest.MonkeyPatch) -> PlayedRounds:
         return Contender(role, role, StillWorker())  # type: ignore[arg-type]
 
     class NoWorkers:
-        def __init__(self, workers: Sequence[object], narrator: object) -> None: ...
+        def __init__(self, workers: Sequence[object], reporter: object) -> None: ...
         async def __aenter__(self) -> None: ...
         async def __aexit__(self, *_: object) -> None: ...
 
     async def play_round(
-        each: Contender, _plan: ComparisonPlan, workload: Workload, number: int, _narrator: object
+        each: Contender, _plan: ComparisonPlan, workload: Workload, number: int, _reporter: object
     ) -> Round:
         found.append((each.role, workload))
         return Round(number, tuple(records_of(each.role, workload)))
 
     async def measure(
-        sides: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+        sides: Sequence[Contender], plan: ComparisonPlan, reporter: ProgressReporter
     ) -> None:
         for number in range(1, plan.rounds + 1):
             for each in sides:
-                each.rounds.append(await play_round(each, plan, plan.workload, number, narrator))
+                each.rounds.append(await play_round(each, plan, plan.workload, number, reporter))
 
     for name, stand_in in (("contender", contender), ("running", NoWorkers)):
         monkeypatch.setattr(trials, name, stand_in)
@@ -66,8 +66,8 @@ def records_of(role: str, workload: Workload) -> list[object]:
 
 
 async def run(name: str) -> dict[str, Promise]:
-    with ProgressReporter(Console(quiet=True)) as narrator:
-        verdict = await trials.TRIALS[name]("tiny", 2, 0, narrator)
+    with ProgressReporter(Console(quiet=True)) as reporter:
+        verdict = await trials.TRIALS[name]("tiny", 2, 0, reporter)
     assert not verdict.failed
     return {promise.what: promise for promise in verdict.promises}
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +61,23 @@ def test_interrupt_while_a_command_is_imported_prints_one_line(
     monkeypatch.setattr(program, "import_module", stopped)
     assert program.main(["plan", "--gpus", "1"]) == 130
     assert capsys.readouterr().err == "vllm-sched plan: interrupted\n"
+
+
+def test_reload_during_the_start_of_a_router_is_done_after_it(tmp_path: Path) -> None:
+    """It must not end the router: systemd does not restart after a SIGHUP."""
+    fleet = tmp_path / "fleet.yaml"
+    os.mkfifo(fleet)
+    worker, ports = "{name: a, url: 'http://a.test'}", "{port: 0, admin: {port: 0}}"
+    text = f"model: m\nworkers: [{worker}]\nrouter: {ports}\n"
+    command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(fleet)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
+        try:
+            with fleet.open("w") as read_by_router:  # opens once the router does
+                router.send_signal(signal.SIGHUP)
+                read_by_router.write(text)
+            assert router.stderr is not None
+            assert any("/v1" in line for line in router.stderr)
+            fleet.write_text(text)  # for the reload
+            assert any("reloaded" in line for line in router.stderr)
+        finally:
+            router.kill()

@@ -88,6 +88,20 @@ def test_objects_of_the_chart_are_valid(values: Json, tmp_path: Path) -> None:
         validate(each, *VERSIONS)
 
 
+def test_alerts_are_for_routers_of_any_release(tmp_path: Path) -> None:
+    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+    (jobs,) = set(re.findall(r'up\{job=~"(.*?)"\}', alerts))
+    for release in ("router", "llm"):
+        done = helm(f"template --namespace models {release}", ALL, tmp_path)
+        (monitor,) = kinds(tuple(yaml.safe_load_all(done.stdout)), "PodMonitor")
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        job = f"models/{monitor['metadata']['name']}"  # the operator's default
+        for rule in endpoint.get("relabelings", []):
+            assert rule["targetLabel"] == "job"
+            job = rule["replacement"]
+        assert re.fullmatch(jobs, job), job
+
+
 def test_selectors_match_the_pods_of_this_release_only(tmp_path: Path) -> None:
     for each in kinds(chart(ALL, tmp_path), "Deployment", "StatefulSet"):
         selector = each["spec"]["selector"]["matchLabels"]

@@ -65,6 +65,7 @@ def test_router_unit_stops_after_the_drain_reloads_and_keeps_batches_private() -
     longest = max(read(path).router.drain_s for path in (ROOT / "deploy" / "fleets").glob("*.yaml"))
     assert float(service["TimeoutStopSec"]) > longest
     assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert service["RestartForceExitStatus"] == "SIGHUP"
     text = (SYSTEMD / UNITS[0]).read_text()
     assert f"router.batches.path: /var/lib/{service['StateDirectory']}/" in text
     assert service["StateDirectoryMode"] == "0700"

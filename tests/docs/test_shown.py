@@ -29,7 +29,7 @@ NAMED = re.compile(
 )
 MADE = {*(ROOT / ".gitignore").read_text().split()}  # files that a reader creates
 RUN = re.compile(r"python -m ((?:benchmarks|grafana|proxy|vllm_sched)[\w.]*)([^`\n]*)")
-CURL = re.compile(r"^ {4}(curl .*)$|`(curl [^`]+)`", re.MULTILINE)
+CURL = re.compile(r"^(?: {4}){1,2}(curl .*)$|`(curl [^`]+)`", re.MULTILINE)
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 each_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 
@@ -96,13 +96,17 @@ async def test_curl_commands_are_answered(app: App) -> None:
         for command in commands:
             words = shlex.split(command)[1:]
             given = dict(pairwise(words))
-            (url,) = (word for word in words if "localhost:8001" in word)
-            headers = dict([given["-H"].split(": ")]) if "-H" in given else {}
+            (url,) = (word for word in words if word.startswith("localhost:"))
+            base = {"localhost:8000": app.url, "localhost:8001": app.admin_url}
+            host, _, path = url.partition("/")
+            headers = [value.split(": ") for flag, value in pairwise(words) if flag == "-H"]
+            if "-d" in given:  # vLLM refuses another type
+                assert ["Content-Type", "application/json"] in headers, command
             async with session.request(
-                given.get("-X", "GET"),
-                f"http://{url}".replace("http://localhost:8001", app.admin_url),
-                data=given.get("-d"),
-                headers=headers,
+                given.get("-X", "POST" if "-d" in given else "GET"),
+                f"{base[host]}/{path}",
+                data=given["-d"].replace("...", MODEL) if "-d" in given else None,
+                headers=dict(headers),
             ) as answer:
                 assert answer.status == 200, (command, await answer.text())
 

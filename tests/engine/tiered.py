@@ -109,7 +109,7 @@ class Tiered(Bench):
 
     def lane(self, request: Any) -> str:
         """Return the lane of a waiting request by the first policy."""
-        return str(self.scheduler._planner.admission.lanes_of(request)[0])
+        return str(self.scheduler._planner.admission.lane_key_of(request)[0])
 
     def loading(self) -> list[str]:
         return [request.request_id for request in self.scheduler.kv_holding_waiting]

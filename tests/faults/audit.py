@@ -46,7 +46,7 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
         "counts of tokens": len(wire.short_waits),
         "releases": len(wire.releases),
         "local_requests": len(wire.local_requests),
-        "bytes of bodies": wire.collecting.held,
+        "bytes of bodies": wire.body_budget.held,
         "answers expected": len(app.fleet._silent),
         "clients": len(wire.clients),
         "tenants": {t.name: t.ledger.running for t in router.tenants if t.ledger.running},

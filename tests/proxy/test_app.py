@@ -66,8 +66,9 @@ async def test_app_serves_requests_admin_and_metrics(app: App) -> None:
 
 
 async def test_reload_removes_a_worker_and_keeps_its_request(
-    app: App, fakes: list[FakeWorker], tmp_path: Path
+    app: App, fakes: list[FakeWorker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")  # of the root: a reload resets the levels of loggers
     gate = asyncio.Event()
     for fake in fakes:
         fake.always(scripts.gated(gate, scripts.answer()))
@@ -76,6 +77,7 @@ async def test_reload_removes_a_worker_and_keeps_its_request(
     write_fleet(tmp_path, fakes[1])
     assert await app.reload() == []
     assert names(app) == ["b"]
+    assert "1 workers; removed: a" in caplog.text
     gate.set()
     assert await asyncio.gather(*requests) == [200, 200]
     fakes[1].always(scripts.answer())

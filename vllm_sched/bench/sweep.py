@@ -53,8 +53,8 @@ class Point:
     @property
     def ttft_p99_ms(self) -> float:
         """The 99th percentile of TTFT; NaN if no request was served."""
-        found = self.figures["p99_ttft_ms"]
-        return float("nan") if found is None else float(found)
+        ttft = self.figures["p99_ttft_ms"]
+        return float("nan") if ttft is None else float(ttft)
 
 
 @dataclass
@@ -63,11 +63,11 @@ class Sweep:
 
     def runs(self, axis: str) -> dict[str, dict[float, list[Point]]]:
         """Return the points by workload, in the order of play, and by load."""
-        found: dict[str, dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
-        for each in self.points:
-            if each.axis == axis:
-                found[each.workload][each.load].append(each)
-        return found
+        runs: dict[str, dict[float, list[Point]]] = defaultdict(lambda: defaultdict(list))
+        for point in self.points:
+            if point.axis == axis:
+                runs[point.workload][point.load].append(point)
+        return runs
 
     def figures(self, axis: str, measure: str) -> dict[str, dict[float, list[float]]]:
         return {
@@ -77,8 +77,8 @@ class Sweep:
 
     def curves(self, axis: str, measure: str) -> dict[str, Curve]:
         knees = self.knees(axis)
-        found = self.figures(axis, measure)
-        return {name: Curve(points, knees[name]) for name, points in found.items()}
+        figures = self.figures(axis, measure)
+        return {name: Curve(points, knees[name]) for name, points in figures.items()}
 
     def knees(self, axis: str) -> dict[str, float | None]:
         """Return each workload's knee: the highest served rate, or where throughput levels off."""
@@ -111,13 +111,13 @@ class Sweep:
         return {
             "points": [
                 {
-                    "workload": each.workload,
-                    each.axis: each.load,
-                    "seed": each.seed,
-                    "share_in_time": each.share,
-                    **each.figures,
+                    "workload": point.workload,
+                    point.axis: point.load,
+                    "seed": point.seed,
+                    "share_in_time": point.share,
+                    **point.figures,
                 }
-                for each in self.points
+                for point in self.points
             ],
             "served_request_rate": self.knees(RATE),
             "knee_concurrency": self.knees(CONCURRENCY),
@@ -125,8 +125,8 @@ class Sweep:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _percent(shares: Sequence[float]) -> str:

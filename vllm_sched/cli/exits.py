@@ -55,7 +55,7 @@ def signals_as_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {each: signal.getsignal(each) for each in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if number == signal.SIGTERM or handler != signal.SIG_IGN:
             signal.signal(number, pass_on)
@@ -64,6 +64,16 @@ def signals_as_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def hangup_waits() -> Iterator[None]:
+    """Keep a SIGHUP until the router has a handler for it: a reload during the start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from vllm_sched.cli.exits import (
     INTERRUPTED,
     OutputError,
     StandardOutput,
+    hangup_waits,
     lost_output,
     signals_as_interrupt,
 )
@@ -82,9 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A file name can contain bytes that are not UTF-8; print them escaped, as stderr does.
         output.reconfigure(errors="backslashreplace")
     checked = None if output is None else cast("IO[str]", StandardOutput(output))
+    signals = hangup_waits() if command == "router" else nullcontext()
+    if command in MEASURING_COMMANDS:
+        signals = signals_as_interrupt()
     try:
         with (
-            signals_as_interrupt() if command in MEASURING_COMMANDS else nullcontext(),
+            signals,
             redirect_stdout(checked),
         ):
             try:

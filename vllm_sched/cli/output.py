@@ -31,10 +31,10 @@ def require_folders(*paths: Path | None) -> None:
 
 def require_place(folder: Path) -> None:
     """Raise `UsageError` unless a folder for pictures exists or can be created."""
-    there = next(each for each in (folder, *folder.parents) if _is_there(each))
-    if not _is_folder(there):
-        raise UsageError(f"--plot {folder}: {there} is a file; name a folder for the pictures")
-    _require_writable(folder, there)
+    existing = next(parent for parent in (folder, *folder.parents) if _is_there(parent))
+    if not _is_folder(existing):
+        raise UsageError(f"--plot {folder}: {existing} is a file; name a folder for the pictures")
+    _require_writable(folder, existing)
 
 
 @contextmanager
@@ -57,9 +57,9 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _require_writable(path: Path, there: Path) -> None:
-    if not os.access(there, os.W_OK):
-        raise UsageError(f"{path}: {there} is not writable; choose another place")
+def _require_writable(path: Path, existing: Path) -> None:
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"{path}: {existing} is not writable; choose another place")
 
 
 class LastingStream:
@@ -105,5 +105,5 @@ class Output(Console):
         if path is not None:
             with writing(path):
                 written = write(path)
-            for each in (path,) if written is None else written:
-                self.print_text(f"{verb} {each}")
+            for file in (path,) if written is None else written:
+                self.print_text(f"{verb} {file}")

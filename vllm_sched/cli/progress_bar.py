@@ -21,10 +21,10 @@ LINE_INTERVAL_S: Final = 10.0
 
 def terminal(console: Console) -> Console | None:
     """Return a console that can draw a bar: this one or stderr; None if neither can."""
-    for each in (console, Output(stderr=True)):
+    for output in (console, Output(stderr=True)):
         # rich takes a pipe for a terminal if FORCE_COLOR is set.
-        if each.is_terminal and not each.is_dumb_terminal and each.file.isatty():
-            return each
+        if output.is_terminal and not output.is_dumb_terminal and output.file.isatty():
+            return output
     return None
 
 

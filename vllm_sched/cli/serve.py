@@ -137,7 +137,7 @@ def _chosen_policies(policies: Sequence[str] | None) -> Sequence[str]:
 def _split_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the flags without --additional-config, and its value."""
     kept: list[str] = []
-    found: dict[str, Any] = {}
+    policies: dict[str, Any] = {}
     for flag in parse(words):
         if flag.whole == ADDITIONAL_CONFIG_FLAG != flag.name:
             # vLLM would apply the key after ours, as an object that replaces ours.
@@ -157,13 +157,13 @@ def _split_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str,
                 f"{ADDITIONAL_CONFIG_FLAG} {flag.value or ''!r} is not a JSON object; give one or "
                 "leave it out"
             )
-        found = parsed  # the last of several flags wins
-    return kept, found
+        policies = parsed  # the last of several flags wins
+    return kept, policies
 
 
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
-    given = "--max-model-len" in flag_names(flags)  # may be "32k", which only vLLM parses
-    length = int_value(flags, "--max-model-len") if given else _context_length(model)
+    is_stated = "--max-model-len" in flag_names(flags)  # may be "32k", which only vLLM parses
+    length = int_value(flags, "--max-model-len") if is_stated else _context_length(model)
     return EngineFacts(
         max_model_len=length or UNKNOWN_LIMIT,
         max_num_batched_tokens=int_value(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,

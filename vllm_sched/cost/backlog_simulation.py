@@ -143,12 +143,12 @@ def _stratified(rng: random.Random, count: int) -> list[float]:
 def _percentiles(gaps: list[tuple[float, int]]) -> tuple[float, float, float]:
     gaps.sort()
     whole = sum(count for _, count in gaps)
-    found = []
+    values = []
     for share in (0.50, 0.99):
         left = share * whole
         for gap, count in gaps:
             left -= count
             if left <= 0:
-                found.append(gap)
+                values.append(gap)
                 break
-    return found[0], found[1], gaps[-1][0]
+    return values[0], values[1], gaps[-1][0]

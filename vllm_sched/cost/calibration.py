@@ -73,13 +73,13 @@ def calibrate(measured: Sequence[TimedStep], *, seed: int = 0) -> Calibration:
 
 def _fit_with_floor(steps: Sequence[TimedStep]) -> StepTime:
     best = _fit(steps, 0.0)
-    least = _error(best, steps) or 0.0
-    alone = sorted(each.seconds for each in steps if each.shape.kind == "prefill")
+    min_error = _error(best, steps) or 0.0
+    alone = sorted(step.seconds for step in steps if step.shape.kind == "prefill")
     for floor in alone[MIN_STEPS_PER_KIND - 1 : len(alone) // 2 + 1]:
         time = _fit(steps, floor)
         error = _error(time, steps) or 0.0
-        if error < MAX_FLOOR_ERROR_RATIO * least:
-            best, least = time, error
+        if error < MAX_FLOOR_ERROR_RATIO * min_error:
+            best, min_error = time, error
     return best
 
 
@@ -89,28 +89,30 @@ def _fit(steps: Sequence[TimedStep], floor: float) -> StepTime:
     spread = 0.1
     for _ in range(ROUNDS):
         sums = new_sums()
-        for each in above:
-            expected = each.seconds if time is None else time.seconds(each.shape)
-            larger = max(expected, each.seconds)
-            error = abs(each.seconds - expected) / larger
+        for step in above:
+            expected = step.seconds if time is None else time.seconds(step.shape)
+            larger = max(expected, step.seconds)
+            error = abs(step.seconds - expected) / larger
             weight = min(1.0, OUTLIER_ERRORS * spread / error) if error else 1.0
-            kind = each.shape.kind
-            sums[kind].add(row_of(kind, each.shape), each.seconds, weight / larger**2, 1.0)
+            kind = step.shape.kind
+            sums[kind].add(row_of(kind, step.shape), step.seconds, weight / larger**2, 1.0)
         time = solve_coefficients(sums, spread)
         spread = max(_error(time, above) or 0.0, MIN_SPREAD)
     return replace(_scaled_to_total(time, above, spread), floor_s=floor) if time else StepTime()
 
 
 def _scaled_to_total(time: StepTime, steps: Sequence[TimedStep], spread: float) -> StepTime:
-    expected = [time.seconds(each.shape) for each in steps]
-    most = 1 + HICCUP_ERRORS * spread
-    took = [min(each.seconds, most * usual) for each, usual in zip(steps, expected, strict=True)]
-    factor = sum(took) / sum(expected)
+    expected = [time.seconds(step.shape) for step in steps]
+    max_ratio = 1 + HICCUP_ERRORS * spread
+    capped = [
+        min(step.seconds, max_ratio * usual) for step, usual in zip(steps, expected, strict=True)
+    ]
+    factor = sum(capped) / sum(expected)
     return StepTime(**{name: factor * value for name, value in time.to_json().items()})
 
 
 def _error(time: StepTime, steps: Sequence[TimedStep]) -> float | None:
-    errors = [abs(time.seconds(each.shape) / each.seconds - 1) for each in steps]
+    errors = [abs(time.seconds(step.shape) / step.seconds - 1) for step in steps]
     return statistics.median(errors) if errors else None
 
 

@@ -45,11 +45,11 @@ def best_chunk(
         chunk = Chunk(tokens, shape.read_tokens)
         return time.seconds(StepShape.from_chunks([chunk], shape.decodes, shape.context_tokens))
 
-    size, least = max_tokens, least_chunk(max_tokens, block_tokens)
-    took = seconds(size)
-    while size // 2 >= least:
+    size, min_tokens = max_tokens, least_chunk(max_tokens, block_tokens)
+    size_s = seconds(size)
+    while size // 2 >= min_tokens:
         half_s = seconds(size // 2)
-        if 2 * half_s > took * (1 + accepted_loss(took, itl_s)):
+        if 2 * half_s > size_s * (1 + accepted_loss(size_s, itl_s)):
             break
-        size, took = size // 2, half_s
+        size, size_s = size // 2, half_s
     return size

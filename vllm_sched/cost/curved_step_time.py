@@ -50,7 +50,7 @@ class CurvedStepTime(StepTime):
         if steps <= 0:
             return 0.0
         # Jensen: with the convex hull below the curve, equal steps take least.
-        each = tokens / steps
+        step_tokens = tokens / steps
         hull: list[tuple[float, float]] = []
         points = [*zip(self.knots, self.knots_s, strict=True), (FAR, self.curve_seconds(FAR))]
         for point in points[1:]:  # not the knot at 0 tokens
@@ -58,10 +58,10 @@ class CurvedStepTime(StepTime):
                 hull.pop()
             hull.append(point)
         # One token is the least that a step has.
-        at = max(bisect_right(hull, (each, math.inf)) - 1, 0)
+        at = max(bisect_right(hull, (step_tokens, math.inf)) - 1, 0)
         start, end = hull[at], hull[min(at + 1, len(hull) - 1)]
         rise = _slope(start, end) if end > start else 0.0
-        return steps * (start[1] + rise * max(each - start[0], 0.0))
+        return steps * (start[1] + rise * max(step_tokens - start[0], 0.0))
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int
@@ -77,8 +77,8 @@ class CurvedStepTime(StepTime):
             linear = slopes[at] + self.prefill_s + pair * (context + done)
             if at + 1 < len(knots):
                 wide = knots[at + 1] - decodes - done
-                if (took := (linear + pair * wide / 2) * wide) <= left:
-                    left -= took
+                if (wide_s := (linear + pair * wide / 2) * wide) <= left:
+                    left -= wide_s
                     done += wide
                     at += 1
                     continue
@@ -114,13 +114,13 @@ def _slope(start: tuple[float, float], end: tuple[float, float]) -> float:
     return (end[1] - start[1]) / (end[0] - start[0])
 
 
-def step_time_of(given: object) -> StepTime:
+def step_time_of(content: object) -> StepTime:
     """Return the step time of a JSON object, with or without a curve."""
-    if not isinstance(given, Mapping) or CURVE not in given:
-        return StepTime.from_json(given)
-    rest = {name: value for name, value in given.items() if name != CURVE}
+    if not isinstance(content, Mapping) or CURVE not in content:
+        return StepTime.from_json(content)
+    rest = {name: value for name, value in content.items() if name != CURVE}
     try:
-        knots, seconds = zip(*given[CURVE], strict=True)
+        knots, seconds = zip(*content[CURVE], strict=True)
     except (TypeError, ValueError):
         raise UsageError(f"{CURVE}: give pairs of tokens and seconds") from None
     return CurvedStepTime(**StepTime.from_json(rest).to_json(), knots=knots, knots_s=seconds)

@@ -42,10 +42,12 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     )
 
 
-def _element_bytes(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> int:
-    name = asked
-    if asked == "auto":
-        dtypes = [each.get(key) for each in (text, config) for key in ("dtype", "torch_dtype")]
+def _element_bytes(config: Mapping[str, Any], text: Mapping[str, Any], wanted: str) -> int:
+    name = wanted
+    if wanted == "auto":
+        dtypes = [
+            section.get(key) for section in (text, config) for key in ("dtype", "torch_dtype")
+        ]
         name = next((str(dtype) for dtype in dtypes if dtype), "bfloat16")
     try:
         return DTYPE_BYTES[name.removeprefix("torch.")]

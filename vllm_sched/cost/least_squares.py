@@ -60,6 +60,6 @@ def _cholesky(rows: list[list[float]], right: list[float]) -> list[float]:
         half.append((right[i] - sum(map(float.__mul__, row, half))) / row[i])
     result = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(lower[k][i] * result[k] for k in range(i + 1, size))
-        result[i] = (half[i] - known) / lower[i][i]
+        solved = sum(lower[k][i] * result[k] for k in range(i + 1, size))
+        result[i] = (half[i] - solved) / lower[i][i]
     return result

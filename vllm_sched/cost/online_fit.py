@@ -70,8 +70,8 @@ class FitSums:
         self.steps += 1
 
     def fade(self, share: float) -> None:
-        self.products = [share * each for each in self.products]
-        self.times = [share * each for each in self.times]
+        self.products = [share * product for product in self.products]
+        self.times = [share * time for time in self.times]
         self.steps = math.ceil(share * self.steps)
 
 
@@ -130,7 +130,7 @@ class OnlineFit:
             return shape
         shapes = (shape, *others)
         if (model := self._model) is None:
-            return max(shapes, key=lambda each: (each.prefill_tokens, each.decodes))
+            return max(shapes, key=lambda candidate: (candidate.prefill_tokens, candidate.decodes))
         return max(shapes, key=model.seconds)
 
     def _add(self, kind: StepKind, shape: StepShape, seconds: float, weight: float) -> None:
@@ -190,15 +190,15 @@ def solve_coefficients(
                         if other != index:
                             matrix[second][first] += value
     ridge = [
-        least + doubt * spread * spread / max(count, 1.0)
-        for least, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
+        base + doubt * spread * spread / max(count, 1.0)
+        for base, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
     ]
     solved = non_negative(matrix, right, ridge, protected=FIXED, dropped_instead=SLOPES)
-    found = dict(zip(FITTED_NAMES, solved, strict=True))
+    coefficients = dict(zip(FITTED_NAMES, solved, strict=True))
     if not sums["prefill"].steps:
         # No prefill-only steps: such a step reads the weights too.
-        found["prefill_fixed_s"] = found["decode_fixed_s"] + found["mixed_s"]
-    return StepTime(**found)
+        coefficients["prefill_fixed_s"] = coefficients["decode_fixed_s"] + coefficients["mixed_s"]
+    return StepTime(**coefficients)
 
 
 def row_of(kind: StepKind, shape: StepShape) -> tuple[float, ...]:

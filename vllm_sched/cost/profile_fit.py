@@ -81,47 +81,47 @@ def sample_shapes() -> list[StepShape]:
 
 def fit(sampled: Sequence[TimedStep]) -> CurvedStepTime:
     """Return the best curve for the steps that are not held out."""
-    steps = [each for n, each in enumerate(sampled) if n % HELD_OUT_EVERY]
-    counts = {kind: sum(each.shape.kind == kind for each in steps) for kind in STEP_KINDS}
-    rows = [_row(each.shape) for each in steps]
-    weights = [1 / (counts[each.shape.kind] ** 0.5 * each.seconds) for each in steps]
+    steps = [step for n, step in enumerate(sampled) if n % HELD_OUT_EVERY]
+    counts = {kind: sum(step.shape.kind == kind for step in steps) for kind in STEP_KINDS}
+    rows = [_row(step.shape) for step in steps]
+    weights = [1 / (counts[step.shape.kind] ** 0.5 * step.seconds) for step in steps]
     error_weights = [1.0] * len(steps)
-    least, best = math.inf, CurvedStepTime()
+    best_score, best = math.inf, CurvedStepTime()
     for _ in range(ROUNDS):
         both = [w * e for w, e in zip(weights, error_weights, strict=True)]
         time = _solve(rows, steps, both)
-        step_errors = [abs(time.seconds(each.shape) / each.seconds - 1) for each in steps]
+        step_errors = [abs(time.seconds(step.shape) / step.seconds - 1) for step in steps]
         score = _score(steps, step_errors)
-        if score < least:
-            least, best = score, time
+        if score < best_score:
+            best_score, best = score, time
         error_weights = [min(MIN_WEIGHT + error / USUAL_ERROR, MAX_WEIGHT) for error in step_errors]
     return best
 
 
 def errors(time: StepTime, sampled: Sequence[TimedStep]) -> dict[StepKind, FitError]:
-    found: dict[StepKind, FitError] = {}
+    fit_errors: dict[StepKind, FitError] = {}
     for kind in STEP_KINDS:
         step_errors = [
-            abs(time.seconds(each.shape) / each.seconds - 1)
-            for each in sampled
-            if each.shape.kind == kind
+            abs(time.seconds(step.shape) / step.seconds - 1)
+            for step in sampled
+            if step.shape.kind == kind
         ]
         if step_errors:
             median = statistics.median(step_errors)
-            found[kind] = FitError(median, max(step_errors), len(step_errors))
-    return found
+            fit_errors[kind] = FitError(median, max(step_errors), len(step_errors))
+    return fit_errors
 
 
-def misses(found: Mapping[StepKind, FitError]) -> list[str]:
+def misses(fit_errors: Mapping[StepKind, FitError]) -> list[str]:
     """Return what is above the targets, in words."""
     texts = [
         f"{kind} median {error.median:.1%}"
-        for kind, error in found.items()
+        for kind, error in fit_errors.items()
         if error.median > MEDIAN_TARGETS[kind]
     ]
     texts += [
         f"{kind} worst {error.worst:.0%}"
-        for kind, error in found.items()
+        for kind, error in fit_errors.items()
         if error.worst > WORST_TARGET
     ]
     return texts
@@ -163,12 +163,12 @@ def _solve(
     size = len(rows[0])
     matrix = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
-    for row, each, weight in zip(rows, steps, weights, strict=True):
+    for row, step, weight in zip(rows, steps, weights, strict=True):
         square = weight * weight
         used = [index for index, value in enumerate(row) if value]
         for i in used:
             scaled = square * row[i]
-            right[i] += scaled * each.seconds
+            right[i] += scaled * step.seconds
             line = matrix[i]
             for j in used:
                 line[j] += scaled * row[j]

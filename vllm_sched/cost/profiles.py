@@ -115,33 +115,33 @@ def checksum(content: Mapping[str, Any]) -> str:
 def data_files() -> dict[str, dict[str, Any]]:
     folder = files("vllm_sched.cost") / "data"
     return {
-        each.name: json.loads(each.read_text())
-        for each in sorted(folder.iterdir(), key=lambda each: each.name)
-        if each.name.endswith(".json")
+        file.name: json.loads(file.read_text())
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".json")
     }
 
 
 @cache
 def measured() -> dict[ProfileKey, Profile]:
-    found: dict[ProfileKey, Profile] = {}
+    profiles: dict[ProfileKey, Profile] = {}
     for content in data_files().values():
         source = (
             f"{content['source']} {content['version']}, {content['backend']}, {content['date']}"
         )
-        for each in content["profiles"]:
-            key = ProfileKey(*(each[name] for name in ProfileKey._fields))
-            found[key] = Profile(
+        for entry in content["profiles"]:
+            key = ProfileKey(*(entry[name] for name in ProfileKey._fields))
+            profiles[key] = Profile(
                 key.name,
-                each["what"],
+                entry["what"],
                 source,
-                step_time_of(each["step_time"]),
-                WorkerSize(**each["size"]),
-                {kind: FitError(**error) for kind, error in each["errors"].items()},
+                step_time_of(entry["step_time"]),
+                WorkerSize(**entry["size"]),
+                {kind: FitError(**error) for kind, error in entry["errors"].items()},
                 key,
-                each.get("remark", ""),
-                tuple(each.get("flags", ())),
+                entry.get("remark", ""),
+                tuple(entry.get("flags", ())),
             )
-    return found
+    return profiles
 
 
 def _a100(weights: float, kv: int, layers: int, longest: int = 131_072) -> WorkerSize:
@@ -186,9 +186,9 @@ NAME: Final = re.compile(r"(\w+)-(.+?)(?:-((?:bf|fp)\d+))?(?:-tp(\d{1,4}))?")
 
 def key_of_name(name: str) -> ProfileKey | None:
     """Return the key of SYSTEM-MODEL[-DTYPE][-tpN]; None if it has another form."""
-    if (found := NAME.fullmatch(name)) is None:
+    if (match := NAME.fullmatch(name)) is None:
         return None
-    system, model, dtype, tp = found.groups()
+    system, model, dtype, tp = match.groups()
     model = SHORT_MODELS.get(model, model)
     return ProfileKey(model, system, dtype or DEFAULTS["dtype"], int(tp or DEFAULTS["tp"]))
 
@@ -206,11 +206,11 @@ USAGE: Final = (
 
 
 def _key(text: str) -> ProfileKey:
-    given = DEFAULTS | read_parts(text)
+    parts = DEFAULTS | read_parts(text)
     for name in KEYS:
-        if name not in given:
+        if name not in parts:
             raise UsageError(f"profile {text}: {name} is missing; valid: {_values(name)}")
-    return ProfileKey(given["model"], given["system"], given["dtype"], int(given["tp"]))
+    return ProfileKey(parts["model"], parts["system"], parts["dtype"], int(parts["tp"]))
 
 
 def matching_names(text: str) -> list[str]:
@@ -218,19 +218,19 @@ def matching_names(text: str) -> list[str]:
 
     Another text is returned as it is.
     """
-    if "=" not in text or (given := read_parts(text)).keys() >= set(KEYS):
+    if "=" not in text or (wanted := read_parts(text)).keys() >= set(KEYS):
         return [text]
     key = _key(text)
 
     def matches(other: ProfileKey) -> bool:
-        return all(str(getattr(other, name)) == value for name, value in given.items())
+        return all(str(getattr(other, name)) == value for name, value in wanted.items())
 
-    found = [each.name for each in measured() if matches(each)]
-    if not found:
-        reasons = (f"{each.dtype}: {why}" for each, why in unavailable().items() if matches(each))
+    names = [key.name for key in measured() if matches(key)]
+    if not names:
+        reasons = (f"{key.dtype}: {why}" for key, why in unavailable().items() if matches(key))
         why = "; ".join(dict.fromkeys(reasons))
         raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(measured()), why)}", key)
-    return found
+    return names
 
 
 def read_parts(text: str) -> dict[str, str]:
@@ -242,47 +242,47 @@ def read_parts(text: str) -> dict[str, str]:
         parts = list(reader)
     except ValueError:
         raise UsageError(f"profile {text}: a quotation mark is not closed") from None
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in parts:
         name, _, value = part.partition("=")
         if name not in KEYS or not value:
             raise UsageError(f"profile {text}: {part!r} is not KEY=VALUE of {', '.join(KEYS)}")
-        if name in given:
+        if name in values:
             raise UsageError(f"profile {text}: {name} is given twice")
-        given[name] = value
-    tp = given.get("tp", "1")
+        values[name] = value
+    tp = values.get("tp", "1")
     if not (tp.isascii() and tp.isdigit() and len(tp) < 5 and int(tp)):
         raise UsageError(f"profile {text}: tp={tp} is not a number of GPUs")
-    return given
+    return values
 
 
 def find(text: str) -> Profile:
     """Return a built-in profile, or raise an error with the valid names or values."""
     if (profile := ASSUMED.get(text)) is not None:
         return profile
-    known = measured()
+    built_in = measured()
     spelt_out = "=" in text
     key = _key(text) if spelt_out else key_of_name(text)
-    if key is None or not (spelt_out or any(key.system == each.system for each in known)):
+    if key is None or not (spelt_out or any(key.system == other.system for other in built_in)):
         raise UsageError(
             f"unknown profile {text!r}; valid: {USAGE}; valid systems: {_values('system')}; or "
             "measure your own with `vllm-sched calibrate --save cost.json`"
         )
-    if key in known:
-        return known[key]
+    if key in built_in:
+        return built_in[key]
     why = unavailable().get(key, "")
-    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(known), why)}", key)
+    raise NotBuiltInError(f"profile {text}: {_mismatch(key, list(built_in), why)}", key)
 
 
-def _mismatch(key: ProfileKey, known: list[ProfileKey], why: str) -> str:
+def _mismatch(key: ProfileKey, keys: list[ProfileKey], why: str) -> str:
     """Return which part of the key no built-in profile has, with the valid values."""
     for place, name in ((1, "system"), (0, "model"), (2, "dtype"), (3, "tp")):
-        matching = [each for each in known if each[place] == key[place]]
+        matching = [other for other in keys if other[place] == key[place]]
         if not matching:
-            valid = ", ".join(str(value) for value in dict.fromkeys(each[place] for each in known))
+            valid = ", ".join(str(value) for value in dict.fromkeys(other[place] for other in keys))
             because = f" ({why})" if why else ""
             return f"no built-in profile has {name}={key[place]}; valid here: {valid}{because}"
-        known = matching
+        keys = matching
     raise AssertionError(key)
 
 
@@ -290,9 +290,9 @@ def _mismatch(key: ProfileKey, known: list[ProfileKey], why: str) -> str:
 def unavailable() -> dict[ProfileKey, str]:
     """Return what the source cannot give, with the reasons."""
     return {
-        ProfileKey(*(each[name] for name in ProfileKey._fields)): each["why"]
+        ProfileKey(*(entry[name] for name in ProfileKey._fields)): entry["why"]
         for content in data_files().values()
-        for each in content["missing"]
+        for entry in content["missing"]
     }
 
 

@@ -86,10 +86,10 @@ class Recursion:
             share = coming.pop(active, 0.0)
             if share <= 0:
                 continue
-            least, row = self._departures(active)
-            stays = row[0] if least == 0 else 0.0
+            first_count, row = self._departures(active)
+            stays = row[0] if first_count == 0 else 0.0
             spent[active] = steps = share / (1 - stays)
-            for departed, chance in enumerate(row, least):
+            for departed, chance in enumerate(row, first_count):
                 if departed:
                     left = active - departed
                     coming[left] = coming.get(left, 0.0) + steps * chance
@@ -99,8 +99,8 @@ class Recursion:
         """Return the distribution of active slots after a mixed step."""
         start: dict[int, float] = {}
         for active, share in ends.items():
-            least, row = self._departures(active)
-            for departed, chance in enumerate(row, least):
+            first_count, row = self._departures(active)
+            for departed, chance in enumerate(row, first_count):
                 left = self.model.slots - departed
                 start[left] = start.get(left, 0.0) + share * chance
         return start

@@ -137,16 +137,16 @@ class StepTime:
         return {name: getattr(self, name) for name in COEFFICIENTS}
 
     @classmethod
-    def from_json(cls, given: object) -> Self:
+    def from_json(cls, content: object) -> Self:
         """Return the step time of a JSON object, or raise a one-line `UsageError`."""
-        if not isinstance(given, Mapping):
+        if not isinstance(content, Mapping):
             raise UsageError(f"a step time must be an object with {', '.join(COEFFICIENTS)}")
-        for name, value in given.items():
+        for name, value in content.items():
             if name not in COEFFICIENTS:
                 raise UsageError(f"unknown coefficient {name!r}; valid: {', '.join(COEFFICIENTS)}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"{name}={value!r} must be a number of seconds from 0 up")
-        return cls(**given)
+        return cls(**content)
 
     def _prompt_seconds(self, context: int) -> float:
         return self.prompt_fixed_s + self.read_s * context

@@ -59,10 +59,10 @@ def recommended(
     """Return the K to run: about half the optimum; 1 if not worthwhile."""
     best = asymptotic(model)
     threshold, high = max(int(RUN_SHARE * best + 0.5), 1), math.ceil(best)
-    least = MIN_THROUGHPUT_SHARE * model.throughput(best)
+    min_throughput = MIN_THROUGHPUT_SHARE * model.throughput(best)
     while threshold < high:
         middle = (threshold + high) // 2
-        if model.throughput(middle) < least:
+        if model.throughput(middle) < min_throughput:
             threshold = middle + 1
         else:
             high = middle

@@ -29,7 +29,7 @@ def label_of(lane: str) -> str:
 class EngineGauges:
     policies: Sequence[Policy]
     running: Sequence[Request]
-    lanes_of_running: Mapping[str, LaneKey]  # in which running requests waited
+    keys_of_running: Mapping[str, LaneKey]  # in which running requests waited
     by_name: metrics.Gauges = field(
         default_factory=partial(defaultdict, partial(defaultdict, float))
     )
@@ -60,8 +60,8 @@ class EngineGauges:
             for lane, count in counts.items():
                 waiting[policy.name, label_of(lane)] += count.requests
                 oldest[policy.name, label_of(lane)] = 0.0
-        for lanes, waited in queue.head_waits():
-            for policy, lane in zip(self.policies, lanes, strict=True):
+        for lane_key, waited in queue.head_waits():
+            for policy, lane in zip(self.policies, lane_key, strict=True):
                 key = policy.name, label_of(lane)
                 oldest[key] = max(oldest[key], waited)
         index = self.class_policy_index
@@ -71,19 +71,19 @@ class EngineGauges:
 
     def _add_running(self) -> None:
         without_gate = (metrics.OTHER,) * len(self.policies)
-        lanes_of = [self.lanes_of_running.get(r.request_id, without_gate) for r in self.running]
-        for lanes, count in Counter(lanes_of).items():
-            for policy, lane in zip(self.policies, lanes, strict=True):
+        keys = [self.keys_of_running.get(r.request_id, without_gate) for r in self.running]
+        for lane_key, count in Counter(keys).items():
+            for policy, lane in zip(self.policies, lane_key, strict=True):
                 self.by_name["requests_running"][policy.name, label_of(lane)] += count
 
     def _add_held(self, queue: LaneQueue, held_by: Mapping[LaneKey, int]) -> None:
         held = self.by_name["requests_held"]
         for policy in self.policies:
             held.update({(policy.name, reason): 0.0 for reason in policy.held_reasons})
-        for lanes, number in held_by.items():
-            if waiting := queue.lane_counts.waiting[lanes]:
+        for lane_key, number in held_by.items():
+            if waiting := queue.lane_counts.waiting[lane_key]:
                 policy = self.policies[number]
-                held[policy.name, policy.held_reason(lanes[number])] += waiting
+                held[policy.name, policy.held_reason(lane_key[number])] += waiting
 
     def _add_prefills(self) -> None:
         backlog, prefills = self.by_name["prefill_backlog_tokens"], self.by_name["prefills_running"]
@@ -91,7 +91,7 @@ class EngineGauges:
         index = self.class_policy_index
         for request in self.running:
             if request.is_prefill_chunk:
-                lanes = self.lanes_of_running.get(request.request_id)
-                name = ALL if lanes is None or index is None else label_of(lanes[index])
+                lane_key = self.keys_of_running.get(request.request_id)
+                name = ALL if lane_key is None or index is None else label_of(lane_key[index])
                 backlog[name,] += request.num_tokens - request.num_computed_tokens
                 prefills[name,] += 1

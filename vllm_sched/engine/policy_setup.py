@@ -72,10 +72,10 @@ def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
     spare = getattr(spec, "num_speculative_blocks", 0)
     # With the cache mode `all` (vLLM 0.31), Mamba layers keep a state for each block.
     if getattr(spec, "mamba_cache_mode", None) == "all":
-        most = -(-scheduler.max_model_len // manager.block_size) + spare
+        max_blocks = -(-scheduler.max_model_len // manager.block_size) + spare
     else:
-        most = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
-    return KvGroup(manager.block_size, most, spare)
+        max_blocks = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
+    return KvGroup(manager.block_size, max_blocks, spare)
 
 
 def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | None = None) -> None:
@@ -94,17 +94,17 @@ def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | N
 
 
 def journal_settings(config: VllmConfig) -> JournalSettings | None:
-    given = _configured_settings(config).get(registry.JOURNAL)
-    settings = None if given is None else registry.settings_of(registry.JOURNAL, given)
+    block = _configured_settings(config).get(registry.JOURNAL)
+    settings = None if block is None else registry.settings_of(registry.JOURNAL, block)
     return settings if isinstance(settings, JournalSettings) else None
 
 
 def _configured_settings(config: VllmConfig) -> Mapping[str, object]:
     additional = config.additional_config
-    given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(given, Mapping):
-        raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
-    return given
+    block = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(block, Mapping):
+        raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {block!r}")
+    return block
 
 
 def refuse_unsupported(

@@ -146,7 +146,7 @@ class PolicyMixin(UpstreamScheduler):
 
     # `TelemetryMixin` overrides these.
 
-    def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+    def _record_gate(self, lane_key: LaneKey, closed_by: int | None) -> None:
         """Record which policy's gate is closed to a lane."""
 
     def _record_limit(self, tokens: int) -> None: ...

@@ -60,7 +60,7 @@ class EngineStats:
         self._held_times: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
             partial(defaultdict, HeldTime)
         )
-        self._lanes_of_running: dict[str, LaneKey] = {}  # in which these requests waited
+        self._keys_of_running: dict[str, LaneKey] = {}  # in which these requests waited
         self._wrote_idle = False  # the last write showed an idle engine
         fit_of_policy = next(filter(None, map(_fit_of, policies)), None)
         self._fit = fit_of_policy or OnlineFit()
@@ -69,18 +69,20 @@ class EngineStats:
 
     # While vLLM schedules
 
-    def record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+    def record_gate(self, lane_key: LaneKey, closed_by: int | None) -> None:
         if closed_by is None:
-            self._held_by.pop(lanes, None)
+            self._held_by.pop(lane_key, None)
         else:
-            self._held_by[lanes] = closed_by
+            self._held_by[lane_key] = closed_by
 
     def record_schedule(self, output: SchedulerOutput, scheduler: Scheduler) -> None:
         self._slots_full = not admits_requests(scheduler)
         queue: Any = scheduler.waiting
         if isinstance(queue, LaneQueue):
-            for lanes in [lanes for lanes in self._held_by if not queue.lane_counts.waiting[lanes]]:
-                del self._held_by[lanes]
+            for lane_key in [
+                lane_key for lane_key in self._held_by if not queue.lane_counts.waiting[lane_key]
+            ]:
+                del self._held_by[lane_key]
         # Metrics drop these when they are written.
         if self.metrics is not None and isinstance(queue, LaneQueue):
             self._count_admissions(queue, self.metrics)
@@ -94,19 +96,19 @@ class EngineStats:
 
     def begin_step(self, now: float, budget: int) -> None:
         if self._held_by and not self._slots_full and self.metrics is not None:
-            for lanes, policy in self._held_by.items():
-                self._held_times[lanes][policy].add(self.now, now)
+            for lane_key, policy in self._held_by.items():
+                self._held_times[lane_key][policy].add(self.now, now)
         self.now = now
         self.budget = budget
 
     def _count_admissions(self, queue: LaneQueue, engine_metrics: metrics.Metrics) -> None:
         for request, place in queue.admitted_last_step.items():
-            lanes = place.lane
-            self._lanes_of_running[request.request_id] = lanes
-            for policy, lane in zip(self.policies, lanes, strict=True):
+            lane_key = place.lane_key
+            self._keys_of_running[request.request_id] = lane_key
+            for policy, lane in zip(self.policies, lane_key, strict=True):
                 engine_metrics.count_admission(policy.name, label_of(lane))
-            if lanes in self._held_times:
-                for number, held in self._held_times[lanes].items():
+            if lane_key in self._held_times:
+                for number, held in self._held_times[lane_key].items():
                     if seconds := held.seconds_since(place.entry.since):
                         engine_metrics.observe_hold(self.policies[number].name, seconds)
 
@@ -145,21 +147,21 @@ class EngineStats:
         idle = not scheduler.running and not len(scheduler.waiting)
         if engine_metrics.is_due(now) or (idle and not self._wrote_idle):
             self._count_steps(engine_metrics)
-            if len(self._lanes_of_running) > 2 * len(scheduler.running) + MAX_GONE:
+            if len(self._keys_of_running) > 2 * len(scheduler.running) + MAX_GONE:
                 self._forget_ended(scheduler.running)
             engine_metrics.write(self._engine_state(scheduler), now)
         self._wrote_idle = idle
 
     def _forget_ended(self, running: Sequence[Request]) -> None:
         ids = {request.request_id for request in running}
-        self._lanes_of_running = {
-            name: lanes for name, lanes in self._lanes_of_running.items() if name in ids
+        self._keys_of_running = {
+            name: lane_key for name, lane_key in self._keys_of_running.items() if name in ids
         }
 
     def _engine_state(self, scheduler: Scheduler) -> metrics.EngineState:
         # Without a free slot no policy holds a request.
         held_by = self._held_by if admits_requests(scheduler) else {}
-        engine_gauges = EngineGauges(self.policies, scheduler.running, self._lanes_of_running)
+        engine_gauges = EngineGauges(self.policies, scheduler.running, self._keys_of_running)
         gauges = engine_gauges.read(scheduler.waiting, held_by)
         gauges["step_budget_tokens"][()] = self.budget
         for name, seconds in self._fit.coefficients().items():
@@ -240,9 +242,9 @@ class TelemetryMixin(UpstreamScheduler):
         step = ScheduledStep.of(self, output, chunks, at=stats.now, budget=stats.budget)
         self._in_flight.begin(step)
 
-    def _record_gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+    def _record_gate(self, lane_key: LaneKey, closed_by: int | None) -> None:
         if self._telemetry is not None:
-            self._telemetry.record_gate(lanes, closed_by)
+            self._telemetry.record_gate(lane_key, closed_by)
 
     def _record_limit(self, tokens: int) -> None:
         if self._telemetry is not None:
@@ -258,9 +260,9 @@ class TelemetryMixin(UpstreamScheduler):
 
     def add_request(self, request: Request) -> None:
         trace_file = None if self._telemetry is None else self._telemetry.trace_file
-        name = request.request_id
-        if trace_file is not None and name not in self.requests:
-            trace_file.trace.record_arrival(self.clock(), name, request.num_prompt_tokens)
+        request_id = request.request_id
+        if trace_file is not None and request_id not in self.requests:
+            trace_file.trace.record_arrival(self.clock(), request_id, request.num_prompt_tokens)
         super().add_request(request)
 
     def shutdown(self) -> None:

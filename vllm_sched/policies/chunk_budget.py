@@ -113,7 +113,7 @@ class ChunkBudget(Policy):
         return FluidEffects(mixed_steps=MixedStepLimit(step_s=step_s, min_chunk=settings.min_chunk))
 
     def arrived(self, request: RequestView, extra_args: Mapping[str, object]) -> None:
-        if (gap_s := targets_in(extra_args).each_s) is not None:
+        if (gap_s := targets_in(extra_args).tpot_s) is not None:
             self._requested_gaps_s[request.request_id] = gap_s
 
     def departed(self, request: RequestView, now: float) -> None:

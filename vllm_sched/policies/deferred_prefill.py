@@ -91,7 +91,7 @@ class DeferredPrefill(Policy):
         self._hold: Hold | None = None
         self._lanes: dict[str, str] = {}  # of waiting requests
         self._held_since: dict[str, float] = {}  # waiting requests that were held
-        self._releases = 0  # of these, after the maximum time
+        self._releases = 0  # held requests that entered after the maximum time
         self._holds_ended: dict[HoldEnd, int] = dict.fromkeys(HOLD_ENDS, 0)
         self._held_s = 0.0
 
@@ -114,10 +114,12 @@ class DeferredPrefill(Policy):
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         if request.num_preemptions:
             return DIRECT
-        name = request.request_id
-        if (lane := self._lanes.get(name)) is None:
+        request_id = request.request_id
+        if (lane := self._lanes.get(request_id)) is None:
             # Only remote KV includes the last token.
-            lane = self._lanes[name] = DIRECT if cached() >= request.num_tokens else DEFERRABLE
+            lane = self._lanes[request_id] = (
+                DIRECT if cached() >= request.num_tokens else DEFERRABLE
+            )
         return lane
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
@@ -169,12 +171,12 @@ class DeferredPrefill(Policy):
         return Gate.CLOSED
 
     def _is_overdue(self, head: RequestView) -> bool:
-        name, now = head.request_id, self._step.now
-        since = self._held_since.get(name, now)
+        request_id, now = head.request_id, self._step.now
+        since = self._held_since.get(request_id, now)
         if now - since < self._limits.max_s:
             return False
         if since != RELEASED:
-            self._held_since[name] = RELEASED
+            self._held_since[request_id] = RELEASED
             self._releases += 1
         return True
 
@@ -231,9 +233,9 @@ class DeferredPrefill(Policy):
         if request.num_output_tokens > 0:
             self.lengths.record_departure(request.num_output_tokens)
 
-    def _forget(self, name: str) -> None:
-        self._held_since.pop(name, None)
-        self._lanes.pop(name, None)
+    def _forget(self, request_id: str) -> None:
+        self._held_since.pop(request_id, None)
+        self._lanes.pop(request_id, None)
 
     def held_reason(self, lane: str) -> str:
         return "departures" if self.holding else "itl"

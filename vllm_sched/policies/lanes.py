@@ -112,7 +112,7 @@ class Lanes(Policy):
             self._requested_lanes[request.request_id] = lane
         elif lane is not None:
             self._unknown_lanes += 1  # too late to refuse the request; its priority applies
-        if (left_s := targets_in(extra_args).first_s) is not None:
+        if (left_s := targets_in(extra_args).left_s) is not None:
             self._time_to_deadline_s[request.request_id] = left_s
 
     def deadline(self, request: RequestView, since: float) -> float:
@@ -178,25 +178,25 @@ class Lanes(Policy):
         return LANE_PLACES[lane] + left_s / (1.0 + left_s)
 
     def admitted(self, request: RequestView) -> None:
-        name, lane = request.request_id, self.lane(request)
+        request_id, lane = request.request_id, self.lane(request)
         # With remote KV, a request decodes at once.
         if lane != BATCH and request.num_tokens - request.num_computed_tokens > 1:
             self._others_in_prefill = True
         if lane == URGENT:
             self._urgents_turn = False
-        elif self._overdue.goes_first(name):
+        elif self._overdue.goes_first(request_id):
             self._urgents_turn = True
-            self.class_changes += self._overdue.record_admission(lane, name)
-        self._running.add(name, lane, self._step.now)
+            self.class_changes += self._overdue.record_admission(lane, request_id)
+        self._running.add(request_id, lane, self._step.now)
         self._free_slots -= 1
         self._kv_free -= self.facts.kv_share(request)
 
     def departed(self, request: RequestView, now: float) -> None:
-        name = request.request_id
-        self.class_changes += self._overdue.record_departure(self.lane(request), name)
-        self._requested_lanes.pop(name, None)
-        self._time_to_deadline_s.pop(name, None)
-        self._running.discard(name)
+        request_id = request.request_id
+        self.class_changes += self._overdue.record_departure(self.lane(request), request_id)
+        self._requested_lanes.pop(request_id, None)
+        self._time_to_deadline_s.pop(request_id, None)
+        self._running.discard(request_id)
 
     def service_class(self, request: RequestView) -> float:
         """Return the lane's place, or the first one for an overdue request."""

@@ -249,11 +249,11 @@ class LongPrompt(Policy):
         return lane != SHORT or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
-        name = request.request_id
-        had_lane = self._lookups.was_long(name)
-        self._lookups.forget(name)
-        if name in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
-            self._longs.add(name)
+        request_id = request.request_id
+        had_lane = self._lookups.was_long(request_id)
+        self._lookups.forget(request_id)
+        if request_id in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
+            self._longs.add(request_id)
             self._releases += had_lane and self._count_places_taken(request) >= self._places
             self._prompts.long_classes.append(self._step.class_of(request))
 
@@ -266,11 +266,11 @@ class LongPrompt(Policy):
         division = self._division
         if self._step.budget < division.budget:
             division.reserve()
-        name = request.request_id
-        if self._lookups.was_long(name) and self._lookups.is_long(request, computed):
+        request_id = request.request_id
+        if self._lookups.was_long(request_id) and self._lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
-            self._longs.add(name)
-        return division.grant(request, computed, tokens, as_long=name in self._longs)
+            self._longs.add(request_id)
+        return division.grant(request, computed, tokens, as_long=request_id in self._longs)
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
         self._division.take_back(request, tokens)

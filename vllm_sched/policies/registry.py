@@ -63,15 +63,15 @@ def _settings_type(name: str) -> type[Settings]:
     return JournalSettings if name == JOURNAL else find(name).settings_type
 
 
-def settings_of(name: str, given: object) -> Settings:
+def settings_of(name: str, block: object) -> Settings:
     """Return the validated settings of a policy or the journal; the error is one line."""
     kind = _settings_type(name)
-    if not isinstance(given, Mapping):
+    if not isinstance(block, Mapping):
         raise UsageError(
-            f"{name}: settings must be an object of keys and values, got {given!r}; "
+            f"{name}: settings must be an object of keys and values, got {block!r}; "
             "write {} for the defaults"
         )
-    for key in given:
+    for key in block:
         if key not in kind.model_fields:
             valid = [field for field in kind.model_fields if field not in kind.former]
             raise UsageError(
@@ -79,7 +79,7 @@ def settings_of(name: str, given: object) -> Settings:
                 "correct the name or leave it out"
             )
     try:
-        return kind.model_validate(dict(given))
+        return kind.model_validate(dict(block))
     except ValidationError as error:
         raise UsageError("; ".join(_explain(name, kind, e) for e in error.errors())) from None
 
@@ -122,8 +122,8 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
                 f"--set {text!r}: {name}.{key} is also set to {config[name][key]!r}; leave one out"
             )
         config[name][key] = parsed
-    for name, given in config.items():
-        settings_of(name, given)
+    for name, block in config.items():
+        settings_of(name, block)
     _refuse_conflicts(config)
     return config
 
@@ -138,9 +138,9 @@ def _parse_value(text: str) -> Any:
 def former_setting_warnings(config: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Return a warning for each setting that a newer one replaces."""
     warnings = []
-    for name, given in config.items():
+    for name, block in config.items():
         former = _settings_type(name).former
-        warnings += [f"{name}.{key}: {former[key]}" for key in given if key in former]
+        warnings += [f"{name}.{key}: {former[key]}" for key in block if key in former]
     return warnings
 
 

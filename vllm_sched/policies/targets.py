@@ -17,8 +17,8 @@ MAX_MS: Final = 86_400_000.0
 class RequestTargets(NamedTuple):
     """Seconds until the first token, and per later token; None without a target."""
 
-    first_s: float | None = None
-    each_s: float | None = None
+    left_s: float | None = None
+    tpot_s: float | None = None
 
 
 NO_TARGETS: Final = RequestTargets()
@@ -27,8 +27,8 @@ NO_TARGETS: Final = RequestTargets()
 def targets_in(extra_args: Mapping[str, object]) -> RequestTargets:
     if DEADLINE not in extra_args and TPOT not in extra_args:
         return NO_TARGETS
-    first_s, each_s = _seconds(extra_args.get(DEADLINE)), _seconds(extra_args.get(TPOT))
-    return RequestTargets(first_s, each_s if each_s is not None and each_s > 0 else None)
+    left_s, tpot_s = _seconds(extra_args.get(DEADLINE)), _seconds(extra_args.get(TPOT))
+    return RequestTargets(left_s, tpot_s if tpot_s is not None and tpot_s > 0 else None)
 
 
 def _seconds(value: object) -> float | None:

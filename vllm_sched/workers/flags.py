@@ -142,8 +142,8 @@ def absolute_config(args: Sequence[str]) -> list[str]:
     words: list[str] = []
     for flag in parse(args):
         if flag.name == CONFIG_FLAG and flag.value:
-            there = Path(flag.value).is_file()
-            words += [CONFIG_FLAG, str(Path(flag.value).absolute()) if there else flag.value]
+            is_file = Path(flag.value).is_file()
+            words += [CONFIG_FLAG, str(Path(flag.value).absolute()) if is_file else flag.value]
         else:
             words += flag.words
     return words

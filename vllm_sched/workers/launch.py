@@ -206,8 +206,8 @@ class Worker:
         """Return the status and the body of a GET request."""
         # Ignore a proxy from the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{self.url}{path}", timeout=timeout_s) as answer:
-            return answer.status, answer.read()
+        with opener.open(f"{self.url}{path}", timeout=timeout_s) as response:
+            return response.status, response.read()
 
     def is_healthy(self) -> bool:
         try:
@@ -332,9 +332,9 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
     return [SHUTDOWN_FLAG, str(TRACE_SHUTDOWN_S)]
 
 
-def cpu_flags(given: Sequence[str]) -> list[str]:
-    """Return the flags for a CPU build that are not in `given`."""
-    set_here = {name.replace("--no-", "--", 1) for name in flag_names(with_config_file(given))}
+def cpu_flags(flags: Sequence[str]) -> list[str]:
+    """Return the flags for a CPU build that are not in `flags`."""
+    set_here = {name.replace("--no-", "--", 1) for name in flag_names(with_config_file(flags))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in set_here for word in flag.words]
 
 
@@ -344,9 +344,9 @@ def scheduler_cls(flags: Sequence[str] = ()) -> str:
     vLLM turns asynchronous scheduling off on a CPU and for some speculative decoding methods.
     """
     flags = with_config_file(flags)
-    asked = [flag.name for flag in parse(flags) if flag.name in (ASYNCHRONOUS, SYNCHRONOUS)]
+    modes = [flag.name for flag in parse(flags) if flag.name in (ASYNCHRONOUS, SYNCHRONOUS)]
     draft_method = json_key(flags, "--speculative-config", "method")
-    synchronous = asked[-1:] == [SYNCHRONOUS] or draft_method in SYNCHRONOUS_DRAFTS
+    synchronous = modes[-1:] == [SYNCHRONOUS] or draft_method in SYNCHRONOUS_DRAFTS
     with suppress(WorkerError):  # without vLLM the command can still be printed
         synchronous = synchronous or on_cpu()
     return f"vllm_sched.{'Sync' if synchronous else ''}PolicyScheduler"

@@ -116,20 +116,20 @@ class WorkerKeeper:
 
     def _watch(self) -> WorkerError:
         """Return the cause of death once the worker dies or hangs."""
-        asked = self._clock()
-        answered = asked
+        checked_at = self._clock()
+        answered = checked_at
         while True:
             self._pause(CHECK_INTERVAL_S)
             try:
                 self._worker.check()
             except WorkerError as error:
                 return error
-            if self._clock() - asked < HEALTH_INTERVAL_S:
+            if self._clock() - checked_at < HEALTH_INTERVAL_S:
                 continue
-            asked = self._clock()
+            checked_at = self._clock()
             if self._worker.is_healthy():
-                answered = asked
-            elif asked - answered >= MAX_UNHEALTHY_S:
+                answered = checked_at
+            elif checked_at - answered >= MAX_UNHEALTHY_S:
                 name = self._worker.name
                 return WorkerError(f"{name} has not answered /health for {MAX_UNHEALTHY_S:g} s")
 
@@ -151,16 +151,13 @@ class Supervisor:
         report: Callable[[KeeperEvent], None],
         *,
         devices: Sequence[str | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stopping = threading.Event()
         load_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._threads = []
         for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
             load_lock = None if device is None else load_locks[device]
-            keeper = WorkerKeeper(
-                worker, report, wait=self._stopping.wait, load_lock=load_lock, clock=clock
-            )
+            keeper = WorkerKeeper(worker, report, wait=self._stopping.wait, load_lock=load_lock)
             # A daemon, so that a second Ctrl-C exits at once; the guards kill the workers.
             self._threads.append(
                 threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)

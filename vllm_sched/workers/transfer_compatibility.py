@@ -140,10 +140,12 @@ def _json_value(args: Sequence[str], name: str) -> str:
 
 def _draft_settings(args: Sequence[str], model: str) -> str:
     """Return the draft settings that must match as normalised JSON, or an empty text."""
-    given = json_object(args, DRAFT_FLAG) or {}
-    given = {name.replace("-", "_"): value for name, value in given.items()}
-    given |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last_value(args, flag))}
-    compared = {name: given[name] for name in COMPARED_DRAFT_KEYS if given.get(name)}
+    settings = json_object(args, DRAFT_FLAG) or {}
+    settings = {name.replace("-", "_"): value for name, value in settings.items()}
+    settings |= {
+        name: value for flag, name in DRAFT_KEYS.items() if (value := last_value(args, flag))
+    }
+    compared = {name: settings[name] for name in COMPARED_DRAFT_KEYS if settings.get(name)}
     if DRAFTS_WITHOUT_LAYERS & {str(compared.get("method")), str(compared.get("model"))}:
         return ""
     if str(compared.get("method")).endswith("_mtp"):  # older names, one per model family

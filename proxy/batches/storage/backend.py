@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 Row = Sequence[Any]
-Got = TypeVar("Got")
+T = TypeVar("T")
 
 
 class Rows(Protocol):
@@ -77,9 +77,9 @@ class Backend(Protocol):
     def check_room(self, size: int) -> None:
         """Raise `StoreFullError` unless there is room for this many bytes."""
 
-    def free_room(self, do: Callable[[], Got]) -> Got:
-        """Call `do`, also on a full disk, and return freed space."""
-        return do()
+    def free_room(self, operation: Callable[[], T]) -> T:
+        """Call `operation`, also on a full disk, and return freed space."""
+        return operation()
 
     def shrink(self) -> bool:
         """Return some free space to the disk; return True if there is more."""

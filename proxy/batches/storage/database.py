@@ -22,18 +22,18 @@ class StoreLimits(NamedTuple):
 
 
 Base = TypeVar("Base", bound="Database")
-Given = ParamSpec("Given")
-Got = TypeVar("Got")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def frees_room(
-    method: Callable[Concatenate[Base, Given], Got],
-) -> Callable[Concatenate[Base, Given], Got]:
+    method: Callable[Concatenate[Base, P], T],
+) -> Callable[Concatenate[Base, P], T]:
     """Let a method succeed on a full disk, and return freed pages to the disk."""
 
     @wraps(method)
-    def run(store: Base, /, *args: Given.args, **named: Given.kwargs) -> Got:
-        return store.backend.free_room(lambda: method(store, *args, **named))
+    def run(store: Base, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return store.backend.free_room(lambda: method(store, *args, **kwargs))
 
     return run
 
@@ -108,11 +108,11 @@ class Database:
 
 def first_few(rows: Iterable[Row], max_bytes: int = 0) -> list[Any]:
     """Return the first names with a total size up to `max_bytes`, or LARGE_BYTES; at least one."""
-    found: list[Any] = []
+    names: list[Any] = []
     left = max_bytes or LARGE_BYTES
     for name, size in rows:
         left -= size
-        if found and left < 0:
+        if names and left < 0:
             break
-        found.append(name)
-    return found
+        names.append(name)
+    return names

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from proxy.batches.types import DiskError, StoreFullError
 
-Got = TypeVar("Got")
+T = TypeVar("T")
 
 SETTING = "router.batches.path"
 DATABASE = "batches.sqlite"
@@ -144,14 +144,14 @@ class DiskRoom:
             self._run(f"PRAGMA secure_delete = {ERASES[erases]}")
             self._refill_reserve()
 
-    def retry_when_full(self, do: Callable[[], Got]) -> Got:
-        """Call `do`; on a full disk retry with the reserve released, then with the log emptied."""
+    def retry_when_full(self, operation: Callable[[], T]) -> T:
+        """Call `operation`; on a full disk retry without the reserve, then with an empty log."""
         for make_room in (self._release_reserve, self._empty_log):
             try:
-                return do()
+                return operation()
             except StoreFullError:
                 make_room()
-        return do()
+        return operation()
 
     def _empty_log(self) -> None:
         (pages,) = self._run("PRAGMA page_count").fetchone()
@@ -174,7 +174,7 @@ class DiskRoom:
 def database_identity(folder: Path) -> tuple[int, int] | None:
     """Return the device and inode of a folder's database; None if it is missing."""
     try:
-        found = (folder / DATABASE).stat()
+        status = (folder / DATABASE).stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

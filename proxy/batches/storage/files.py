@@ -85,11 +85,11 @@ class FileStore(Database):
         return numbers[-1]
 
     def _is_active_input(self, file_id: str) -> bool:
-        found = self.backend.execute(
+        active = self.backend.execute(
             f"SELECT 1 FROM batches WHERE input = ? AND {IS_ACTIVE}",  # noqa: S608
             (file_id,),
         )
-        return found.fetchone() is not None
+        return active.fetchone() is not None
 
     def read_piece(self, file: File, at: int) -> tuple[bytes, int]:
         """Return the next part of a file and the position after it."""

@@ -59,8 +59,8 @@ def _copy(source: SqliteBackend, target: PostgresBackend, folder: Path) -> Count
         raise ProxyError("a router uses the database; stop the router first")
     if target.execute("SELECT 1 FROM batches LIMIT 1").fetchone():
         raise ProxyError("the database has batches already; give an empty database")
-    known = {row[0] for row in source.execute("SELECT id FROM files")}
-    if not known.issuperset(row[0] for row in target.execute("SELECT id FROM files").fetchall()):
+    ids = {row[0] for row in source.execute("SELECT id FROM files")}
+    if not ids.issuperset(row[0] for row in target.execute("SELECT id FROM files").fetchall()):
         raise ProxyError("the database has files that the folder has not; give an empty database")
     target.execute("SET statement_timeout = 0")
     counts: Counts = {}

@@ -190,8 +190,8 @@ class PostgresBackend(Backend):
         if connection.execute(tables).fetchone() == (None,):
             with connection.transaction():
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (WRITE,))
-                found = connection.execute("SELECT to_regnamespace(%s)", (SCHEMA,)).fetchone()
-                if found == (None,):
+                schema = connection.execute("SELECT to_regnamespace(%s)", (SCHEMA,)).fetchone()
+                if schema == (None,):
                     connection.execute(f"CREATE SCHEMA {SCHEMA}")
                 if connection.execute(tables).fetchone() == (None,):
                     connection.execute(postgres_tables().encode())
@@ -255,13 +255,13 @@ class PostgresBackend(Backend):
         )
 
     def _insert(self, begin: str, rows: Sequence[Row], end: str) -> list[Row]:
-        found: list[Row] = []
+        inserted: list[Row] = []
         for chunk in chunks(rows):
             values = [value for row in chunk for value in row]
             marks = ", ".join(f"({placeholders(row)})" for row in chunk)
-            done = self.execute(f"{begin}{marks}{end}", values)
-            found += done.fetchall() if end else ()
-        return found
+            cursor = self.execute(f"{begin}{marks}{end}", values)
+            inserted += cursor.fetchall() if end else ()
+        return inserted
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -273,8 +273,8 @@ class PostgresBackend(Backend):
         if not places:
             return []
         starts, sizes = zip(*places, strict=True)
-        found = self.execute(PIECES, (list(starts), list(sizes), file_id)).fetchall()
-        return [bytes(row[0]) for row in found] or [b""] * len(places)
+        pieces = self.execute(PIECES, (list(starts), list(sizes), file_id)).fetchall()
+        return [bytes(row[0]) for row in pieces] or [b""] * len(places)
 
     def check_room(self, size: int) -> None:
         """Do nothing: the server reports a full disk."""

@@ -70,7 +70,6 @@ def _one_line(body: bytes) -> Any:
 
 
 def placeholders(values: Iterable[object]) -> str:
-    """Return one SQL placeholder for each value."""
     return ", ".join("?" for _ in values)
 
 

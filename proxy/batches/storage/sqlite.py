@@ -28,7 +28,7 @@ NEXT_LINES = (
     "SELECT number, custom_id, model, start, size FROM lines AS l "  # noqa: S608
     f"WHERE batch = ? AND number > ? AND {UNSAVED} ORDER BY number LIMIT ?"
 )
-Got = TypeVar("Got")
+T = TypeVar("T")
 
 
 class SqliteBackend(Backend):
@@ -101,13 +101,13 @@ class SqliteBackend(Backend):
         return self._lock.is_held and session == self._session
 
     def lines(self, batch: str, after: int, limit: int, max_bytes: int) -> list[Row]:
-        found: list[Row] = []
+        lines: list[Row] = []
         for line in self.execute(NEXT_LINES, (batch, after, limit)):
             max_bytes -= line[-1]
-            if found and max_bytes < 0:
+            if lines and max_bytes < 0:
                 break
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
 
     def release_lines(self, batch: str, numbers: Sequence[int]) -> None:
         """Do nothing: there are no claims."""
@@ -120,22 +120,22 @@ class SqliteBackend(Backend):
         row = self.execute("SELECT rowid FROM files WHERE id = ?", (file_id,)).fetchone()
         if row is None:
             return [b""] * len(places)
-        found: list[bytes] = []
+        contents: list[bytes] = []
         with self.connection.blobopen("files", "content", row[0], readonly=True) as blob:
             for start, size in places:
                 blob.seek(start)
-                found.append(blob.read(size))
-        return found
+                contents.append(blob.read(size))
+        return contents
 
     def check_room(self, size: int) -> None:
         self.room.check(size)
 
-    def free_room(self, do: Callable[[], Got]) -> Got:
+    def free_room(self, operation: Callable[[], T]) -> T:
         if not self.room.is_short:
             with suppress(StoreFullError):
-                return do()
+                return operation()
         with self.room.free_pages(self.shrink):
-            return self.room.retry_when_full(do)
+            return self.room.retry_when_full(operation)
 
     def shrink(self) -> bool:
         before = self._free_pages()
@@ -175,8 +175,8 @@ def connect(path: Path) -> sqlite3.Connection:
                 for statement in TABLES.split(";"):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
-            known = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
-            if version in (0, VERSION) and connection.execute(known).fetchone() is None:
+            has_table = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
+            if version in (0, VERSION) and connection.execute(has_table).fetchone() is None:
                 for statement in sqlite_usage():
                     connection.execute(statement)
     except (OSError, sqlite3.Error) as error:

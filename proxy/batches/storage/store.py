@@ -66,8 +66,8 @@ class Store(FileStore):
             self.backend.insert("batches", BATCH_COLUMNS, [tuple(row.values())])
 
     def batch(self, tenant: str, batch_id: str) -> Batch | None:
-        found = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
-        return found[0] if found else None
+        batches = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
+        return batches[0] if batches else None
 
     def batches(self, tenant: str, page: ListPage) -> list[Batch]:
         """Return a page of a tenant's batches, and one more batch if there are more."""
@@ -110,12 +110,12 @@ class Store(FileStore):
             return self._delete_some_lines(batch)
 
     def _delete_some_lines(self, batch: Batch) -> bool:
-        gone = self.backend.execute(
+        deleted = self.backend.execute(
             "DELETE FROM lines WHERE batch = ? AND number IN "
             "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
             (batch.id, batch.id, MAX_LINES),
         )
-        return gone.rowcount >= MAX_LINES
+        return deleted.rowcount >= MAX_LINES
 
     def add_lines(self, batch: Batch, lines: Iterable[InputLine]) -> None:
         with self.backend.writing():
@@ -135,12 +135,12 @@ class Store(FileStore):
 
     def _end_validation(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
         with self.backend.writing():
-            found = self._batches("id = ?", (batch.id,))
-            if not found or found[0].status is not Status.VALIDATING:
+            batches = self._batches("id = ?", (batch.id,))
+            if not batches or batches[0].status is not Status.VALIDATING:
                 return False
             for name, value in changes.items():
-                setattr(found[0], name, value)
-            self._set_status(found[0], status, now)
+                setattr(batches[0], name, value)
+            self._set_status(batches[0], status, now)
         return True
 
     def next_jobs(self, batch: Batch, after: int, limit: int) -> list[LineJob]:
@@ -158,10 +158,10 @@ class Store(FileStore):
         """Let other processes run these lines."""
         self.backend.release_lines(batch.id, numbers)
 
-    def release_other_lines(self, known: Collection[tuple[str, int]]) -> None:
+    def release_other_lines(self, kept: Collection[tuple[str, int]]) -> None:
         """Release claimed lines, except known ones."""
         for line in self.backend.claimed_lines():
-            if line not in known:
+            if line not in kept:
                 self.backend.release_lines(line[0], line[1:])
 
     def save_results(self, results: Sequence[LineResult]) -> None:

@@ -12,8 +12,8 @@ from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store import Store
 from proxy.errors import ProxyError
 
-Given = ParamSpec("Given")
-Got = TypeVar("Got")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class StoreThread:
@@ -37,11 +37,11 @@ class StoreThread:
         """Return this process's duties; open the database anew if it was replaced or lost."""
         backend = self._opened_store().backend
 
-        def do() -> BatchDuties:
+        def renew() -> BatchDuties:
             with backend.errors():
                 return backend.renew_duties()
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, renew)
 
     def _opened_store(self) -> Store:
         if self._store is None:
@@ -62,24 +62,24 @@ class StoreThread:
 
     async def __call__(
         self,
-        what: Callable[Concatenate[Store, Given], Got],
-        *args: Given.args,
-        **named: Given.kwargs,
-    ) -> Got:
+        operation: Callable[Concatenate[Store, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         """Run an operation: `await store(Store.add_file, tenant, ...)`; raises `DiskError`."""
         self._opened_store()
         loop = asyncio.get_running_loop()
-        todo = [lambda store: what(store, *args, **named)]
+        pending = [lambda store: operation(store, *args, **kwargs)]
 
-        def do() -> Got:
+        def run() -> T:
             store = self._opened_store()
             with store.backend.errors():
                 store.backend.check()
-                got = todo.pop()(store)
+                result = pending.pop()(store)
                 store.backend.check()  # raises if the file was removed during the write
-            return got
+            return result
 
         try:
-            return await loop.run_in_executor(self._thread, do)
+            return await loop.run_in_executor(self._thread, run)
         finally:
-            todo.clear()  # a cancelled operation stays in the thread's queue: free its arguments
+            pending.clear()  # a cancelled operation stays in the thread's queue: free its arguments

@@ -6,7 +6,7 @@ charge is released once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from proxy.core.fleet.monitoring import WorkerHealth
 from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
+from proxy.core.model.specs import WorkerSpec
 from proxy.core.model.types import RequestInfo
 
 # A request without a stream shows no first token: its prefill ends at this multiple of the
@@ -57,7 +58,7 @@ class Fleet:
         if decision.handover is not None:
             return self._charge_both(info, attempts, decision, decision.handover, now)
         worker = decision.worker
-        cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
+        cached = int(decision.cached_tokens * (1.0 - worker.pace.evicted_share))
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
         charge = Charge(worker, prefill, decode, info.prompt_tokens + decode)
@@ -115,7 +116,7 @@ class Fleet:
         now: float,
     ) -> Lease:
         first = handover.prefill
-        cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
+        cached = int(handover.cached_tokens * (1.0 - first.pace.evicted_share))
         prefill = info.prompt_tokens - cached or 1
         charge = Charge(first, prefill, 0, info.prompt_tokens)
         prefill_leg = Lease(info, attempts, decision, charge, now)
@@ -161,7 +162,7 @@ class Fleet:
             due = now + SILENT_PREFILL_FACTOR * wait
             heappush(self._silent, SilentLease(due, next(self.roster.numbers), lease))
 
-    def _unpin(self, lease: Lease) -> None:
+    def _count_fetched(self, lease: Lease) -> None:
         if lease.holds_blocks and lease.prefill is not None:
             lease.holds_blocks = False
             lease.prefill.worker.unfetched_handovers -= 1
@@ -226,7 +227,7 @@ class Fleet:
             return
         lease.first_token_at = now
         kv_usage.mark_prompt_cached(lease)
-        self._unpin(lease)
+        self._count_fetched(lease)
         if lease.info.needs_engine:
             lease.worker.note_progress(now)
         if lease.trial:
@@ -283,7 +284,7 @@ class Fleet:
         lease.released = True
         if lease.prefill is not None:
             self.release(lease.prefill)
-            self._unpin(lease)
+            self._count_fetched(lease)
         worker = lease.worker
         sequences = lease.info.samples if lease.sent else 0
         worker.requests -= 1
@@ -312,3 +313,12 @@ def _estimate_remaining(info: RequestInfo, seen: int) -> int:
     expected, limit = info.expected_output * info.samples, info.output_tokens
     more = expected - seen % expected
     return more if limit is None else max(min(more, limit * info.samples - seen), 0)
+
+
+def idle_fleet(specs: Iterable[WorkerSpec], clock: Callable[[], float] = time_zero) -> Fleet:
+    """Return a fleet of idle workers that are all up."""
+    fleet = Fleet(clock=clock)
+    for spec in specs:
+        fleet.roster.add(spec)
+        fleet.health.probe_ok(spec.name, 0.0)
+    return fleet

@@ -18,7 +18,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 
 PREFILL = Role.PREFILL
-Key = tuple[str, bool]  # model, prefill pool
+PoolKey = tuple[str, bool]  # model, prefill pool
 
 
 class BreakerListener(Protocol):
@@ -28,13 +28,13 @@ class BreakerListener(Protocol):
 
     def worker_removed(self, worker: Worker) -> None: ...
 
-    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:
+    def panic_started(self, key: PoolKey, live: int, failed: int, now: float) -> None:
         """Note that a pool panics: `failed` of `live` workers are ejected."""
 
-    def panic_ended(self, key: Key, live: int, failed: int) -> None: ...
+    def panic_ended(self, key: PoolKey, live: int, failed: int) -> None: ...
 
 
-def key_of(worker: Worker) -> Key:
+def pool_key_of(worker: Worker) -> PoolKey:
     return worker.model, worker.role is PREFILL
 
 
@@ -48,19 +48,19 @@ class Ejections:
     def __init__(
         self,
         workers: Mapping[str, Worker],
-        moved: Callable[[Worker], None],
+        load_changed: Callable[[Worker], None],
         clock: Callable[[], float],
     ) -> None:
         self.threshold = 0.0  # least share of closed breakers; 0: no panic
         self.ejected: set[Worker] = set()  # with an open breaker
-        self.panics: set[Key] = set()
-        self.started: dict[Key, int] = {}  # panics per pool
+        self.panics: set[PoolKey] = set()
+        self.started: dict[PoolKey, int] = {}  # panics per pool
         self.listener: BreakerListener | None = None
         self._workers = workers
-        self._moved = moved
+        self._load_changed = load_changed
         self._clock = clock
-        self._live: dict[Key, int] = {}  # workers that are up, cached
-        self._failed: dict[Key, set[Worker]] = {}  # ejected and not busy
+        self._live: dict[PoolKey, int] = {}  # workers that are up, cached
+        self._failed: dict[PoolKey, set[Worker]] = {}  # ejected and not busy
 
     def set_threshold(self, threshold: float) -> None:
         self.threshold = threshold
@@ -72,7 +72,7 @@ class Ejections:
         is_ejected = not worker.breaker.closed and self._workers.get(worker.name) is worker
         if not (is_ejected or was_ejected):
             return
-        key = key_of(worker)
+        key = pool_key_of(worker)
         if is_ejected:
             ejected.add(worker)
             worker.in_panic = key in self.panics
@@ -105,19 +105,19 @@ class Ejections:
             return
         keys = set(self.panics)
         for worker in self.ejected:
-            key = key_of(worker)
+            key = pool_key_of(worker)
             keys.add(key)
             worker.in_panic = key in self.panics
             if not worker.breaker.busy:
                 self._failed.setdefault(key, set()).add(worker)
-            self._moved(worker)
+            self._load_changed(worker)
         for key in keys:
             self._update_panic(key)
 
-    def _update_panic(self, key: Key) -> None:
+    def _update_panic(self, key: PoolKey) -> None:
         live = self._live.get(key)
         if live is None:
-            same = (worker for worker in self._workers.values() if key_of(worker) == key)
+            same = (worker for worker in self._workers.values() if pool_key_of(worker) == key)
             live = self._live[key] = sum(map(_is_live, same))
         failed = sum(map(_is_live, self._failed.get(key, ())))
         panics = live - failed < self.threshold * live
@@ -134,6 +134,6 @@ class Ejections:
             if listener is not None:
                 listener.panic_ended(key, live, failed)
         for worker in self.ejected:
-            if key_of(worker) == key:
+            if pool_key_of(worker) == key:
                 worker.in_panic = panics
-                self._moved(worker)
+                self._load_changed(worker)

@@ -39,7 +39,7 @@ class KvLinks:
         self.are_made = False  # connections are made in advance
         self.version = 0  # grows with every connection
         self._warm: dict[Link, Lives] = {}
-        self._unmade: dict[tuple[Worker, Worker], Lives] = {}  # failed
+        self._failed: dict[tuple[Worker, Worker], Lives] = {}
         self._strikes: dict[Link, LinkFailures] = {}
 
     def is_cold(self, prefill: Worker, decode: Worker) -> bool:
@@ -65,15 +65,15 @@ class KvLinks:
     def set_warm(self, prefill: Worker, decode: Worker) -> None:
         """Note a connection, or one that only requests can make."""
         self._warm[prefill, decode] = start_times(prefill, decode)
-        self._unmade.pop((prefill, decode), None)
+        self._failed.pop((prefill, decode), None)
         self.version += 1
 
     def set_unmade(self, prefill: Worker, decode: Worker) -> None:
-        self._unmade[prefill, decode] = start_times(prefill, decode)
+        self._failed[prefill, decode] = start_times(prefill, decode)
 
     def keep_only(self, workers: Collection[Worker]) -> None:
         self._warm = {k: v for k, v in self._warm.items() if _are_of(k, workers)}
-        self._unmade = {k: v for k, v in self._unmade.items() if _are_of(k, workers)}
+        self._failed = {k: v for k, v in self._failed.items() if _are_of(k, workers)}
         self._strikes = {k: v for k, v in self._strikes.items() if _are_of(k, workers)}
 
     # Links that fail
@@ -115,7 +115,7 @@ class KvLinks:
             )
         if unmade := [
             decode.name
-            for (prefill, decode), lives in self._unmade.items()
+            for (prefill, decode), lives in self._failed.items()
             if prefill is worker and lives == start_times(prefill, decode)
         ]:
             return f"prefills nothing for {', '.join(unmade)} yet: the first transfer failed"

@@ -80,8 +80,8 @@ def shared_tokens(worker: Worker, info: RequestInfo) -> int:
     prefix = info.prefix
     if len(prefix) < MIN_SHARED_BLOCKS:
         return 0
-    found = worker.running_prefixes.shared_tokens(prefix)
-    return found - int(found * max(worker.pace.missing, worker.kv_unshared))
+    shared = worker.running_prefixes.shared_tokens(prefix)
+    return shared - int(shared * max(worker.pace.evicted_share, worker.kv_unshared))
 
 
 def _share_prefix(lease: Lease) -> None:
@@ -91,8 +91,8 @@ def _share_prefix(lease: Lease) -> None:
         return
     per_byte = info.prompt_tokens / info.prefix_bytes
     before = prefixes.tokens
-    lease.holds, found = prefixes.add_request(prefix, per_byte)
-    again = int(found * max(worker.pace.missing, worker.kv_unshared))
+    lease.holds, shared = prefixes.add_request(prefix, per_byte)
+    again = int(shared * max(worker.pace.evicted_share, worker.kv_unshared))
     alone = again - int(COVERED[len(prefix)] * per_byte)
     lease.kv_tokens += alone
     worker.kv_tokens += alone + prefixes.tokens - before
@@ -110,11 +110,11 @@ def learn_from_page(worker: Worker, gauges: Gauges, queued: int) -> None:
         estimate = inside + worker.decode_tokens + worker.kv_coming
         worker.kv_overcharged = max(charged - int(estimate), 0)
     elif gauges.kv_usage > KV_FULL:
-        there = max(gauges.running + gauges.waiting, 1)
+        requests = max(gauges.running + gauges.waiting, 1)
         with_queue = inside * (1.0 + queued / max(gauges.running, 1))
-        estimate = with_queue * min(worker.sequences / there, 1.0)
-        most = charged + saved * (1.0 - max(worker.pace.missing, worker.kv_unshared))
-        worker.kv_overcharged = min(charged - int(min(estimate, most)), 0)
+        estimate = with_queue * min(worker.sequences / requests, 1.0)
+        max_estimate = charged + saved * (1.0 - max(worker.pace.evicted_share, worker.kv_unshared))
+        worker.kv_overcharged = min(charged - int(min(estimate, max_estimate)), 0)
     worker.kv_uncharged = max(int(inside) - charged + worker.kv_overcharged, 0)
     if saved:
         apart = worker.kv_unshared - SHARING_LEARNING_RATE * worker.kv_overcharged / saved

@@ -38,7 +38,7 @@ class Attempts:
     tried: frozenset[Worker] = NO_WORKERS  # workers that failed it
     paused: frozenset[Worker] = NO_WORKERS  # may get a stream again after a pause
     paused_until: float = 0.0
-    failing_since: float = 0.0  # of those
+    failing_since: float = 0.0  # first failure of the paused workers
     failures: int = 0  # attempts used
     owes: bool = False  # waits for the retry budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
@@ -68,19 +68,19 @@ class Attempts:
 
     def after(self, failure: LegFailure, leg: Worker, now: float) -> Attempts:
         """Return the attempts after a failure of the leg on a worker."""
-        worker, found = failure.avoid, self
+        worker, attempts = failure.avoid, self
         if failure.outcome is ERRED:
-            found = replace(found, erred_on=(*self.erred_on, leg.name))
+            attempts = replace(attempts, erred_on=(*self.erred_on, leg.name))
         if worker is None:
-            return replace(found, moved=True)
+            return replace(attempts, moved=True)
         if failure.dropped:
-            found = replace(found, drops=self.drops + 1, retry_at=now + RETRY_PAUSE_S)
+            attempts = replace(attempts, drops=self.drops + 1, retry_at=now + RETRY_PAUSE_S)
         if not failure.free:
-            found = replace(found, failures=self.failures + 1)
+            attempts = replace(attempts, failures=self.failures + 1)
         if not (self.continues and failure.outcome in PASSING):
-            return replace(found, tried=self.tried | {worker})
+            return replace(attempts, tried=self.tried | {worker})
         return replace(
-            found,
+            attempts,
             paused=self.paused | {worker},
             paused_until=now + PAUSE_S,
             failing_since=self.failing_since if self.paused else now,
@@ -127,8 +127,8 @@ class CacheWait:
     worker: Worker
     seconds: float  # predicted
     until: float  # the longest
-    only: bool  # other workers would be late
-    placed: int  # by other processes, until then
+    others_late: bool  # no other worker is in time
+    placed_elsewhere: int  # requests that other processes had placed on the worker
 
 
 class Charge:
@@ -151,7 +151,7 @@ class Lease:
     """
 
     ahead_tokens: float = 0.0  # prefill tokens ahead, estimated
-    ahead_long_tokens: float = 0.0  # the same of long requests, for a short one
+    ahead_long_tokens: float = 0.0  # those of long requests ahead of a short one
     trial: bool = False  # sent on trial to an open breaker
     decoding_before: int = 0  # samples decoding at the first token
     seen_tokens: int = 0  # of all samples

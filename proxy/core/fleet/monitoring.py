@@ -40,7 +40,7 @@ class WorkerHealth:
         self.roster.live_changed()
         return True
 
-    def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
+    def probe_failed(self, name: str, why: str = "") -> bool:
         """Count a failed probe; True if the worker goes down."""
         worker = self.roster.get(name)
         if worker is None:

@@ -64,21 +64,21 @@ class Pool:
         fits_all = info.needed_context + info.prompt_error <= self.smallest_context
         if fits_all and not self.ranked:  # the usual case
             groups = self.groups
-            found = [worker for worker in self.all if not worker.unavailable]
+            available = [worker for worker in self.all if not worker.unavailable]
         else:
             groups = self.groups_for(info)
-            found = [worker for group in groups for worker in group.candidates()]
+            available = [worker for group in groups for worker in group.candidates()]
         if not ejected and not holders:
-            return found
+            return available
         for worker in (*ejected, *holders):
             if (
                 worker in self.members
                 and worker.accepts(now)
-                and worker not in found
+                and worker not in available
                 and any(worker.context_limit == group.context_limit for group in groups)
             ):
-                found.append(worker)
-        return found
+                available.append(worker)
+        return available
 
 
 def _groups_of(workers: Iterable[Worker]) -> list[Group]:
@@ -86,7 +86,7 @@ def _groups_of(workers: Iterable[Worker]) -> list[Group]:
     members: dict[tuple[Role, int], list[Worker]] = {}
     for worker in workers:
         members.setdefault((worker.role, worker.context_limit), []).append(worker)
-    groups = [Group(role, limit, found) for (role, limit), found in members.items()]
+    groups = [Group(role, limit, workers) for (role, limit), workers in members.items()]
     for group in groups:
         if group.ranked:
             for worker in group.workers:

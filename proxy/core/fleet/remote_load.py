@@ -58,8 +58,8 @@ def set_remote_load(worker: Worker, load: WorkerLoad, now: float) -> None:
 def inherit_load(successor: Worker, before: Worker) -> None:
     """Charge the successor with its predecessor's requests."""
     load = own(before)
-    had, successor.inherited = successor.inherited, load
-    if grown := _replace_load(successor, had, load):
+    inherited, successor.inherited = successor.inherited, load
+    if grown := _replace_load(successor, inherited, load):
         token_s = successor.pace.token_s
         after = before.free_at + token_s * (successor.prefill_tokens - load.prefill_tokens)
         successor.free_at = max(successor.free_at + token_s * min(grown, 0), after)

@@ -68,14 +68,14 @@ class Roster:
 
     def contexts(self) -> dict[str, int | None]:
         """Return the models of live workers, with their largest contexts."""
-        found: dict[str, int | None] = {}
+        largest: dict[str, int | None] = {}
         for worker in self:
             if not worker.is_live:
                 continue
             for model in worker.models:
-                limits = [limit for limit in (found.get(model), worker.max_model_len) if limit]
-                found[model] = max(limits, default=None)
-        return found
+                limits = [limit for limit in (largest.get(model), worker.max_model_len) if limit]
+                largest[model] = max(limits, default=None)
+        return largest
 
     def origin(self, model: str) -> Origin:
         """Return the loaded model, and the base model of an adapter."""
@@ -84,7 +84,6 @@ class Roster:
         return next(origins, (None, None))
 
     def serves(self, model: str) -> bool:
-        """Return whether a model has workers or is expected."""
         return model in self._by_model
 
     def all_listed(self, model: str = "") -> bool:
@@ -96,8 +95,8 @@ class Roster:
         return self._by_model.get(model, [])
 
     def pool(self, model: str) -> Pool:
-        found = self._pools.get(model)
-        return found if found is not None else self._make_pool(model)
+        pool = self._pools.get(model)
+        return pool if pool is not None else self._make_pool(model)
 
     def _make_pool(self, model: str) -> Pool:
         workers = self._by_model.get(model)
@@ -111,7 +110,7 @@ class Roster:
             if worker.ranked_in:  # sorted by its key in another pool
                 self.load_changed(worker)
             else:
-                worker.key = inf if worker.unavailable else self._rank(worker)
+                worker.rank_key = inf if worker.unavailable else self._rank(worker)
         pool = self._pools[model] = Pool(workers)
         return pool
 
@@ -199,8 +198,8 @@ class Roster:
             if self._left.get(worker.url) is worker:
                 del self._left[worker.url]
 
-    def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
-        for worker in gone:
+    def swap(self, removed: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
+        for worker in removed:
             self._detach_worker(worker)
         free = self._free()
         for spec in come:
@@ -210,16 +209,16 @@ class Roster:
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
         """Replace the workers; the same address and model keep their state."""
         wanted = {spec.name: spec for spec in specs}
-        gone = []
+        removed = []
         for worker in self:
             spec = wanted.get(worker.name)
             if spec is None or not worker.matches(spec):
-                gone.append(worker)
+                removed.append(worker)
             else:
                 del wanted[worker.name]
                 worker.respecify(spec)
                 self.load_changed(worker)
-        self.swap(gone, wanted.values())
+        self.swap(removed, wanted.values())
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
         """Apply a spec with the same address and model."""
@@ -284,10 +283,10 @@ class Roster:
         worker.unavailable = worker.is_full or (not worker.breaker.closed and worker.is_barred)
         if worker.ranked_in:
             key = inf if worker.unavailable else self._rank(worker)
-            if key != worker.key:
+            if key != worker.rank_key:
                 for group in worker.ranked_in:
                     group.drop(worker)
-                worker.key = key
+                worker.rank_key = key
                 for group in worker.ranked_in:
                     group.put(worker)
         others = self.remote_load

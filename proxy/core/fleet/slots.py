@@ -67,12 +67,12 @@ def share_taken(worker: Worker, now: float) -> float:
 
     Requests in prefill elsewhere do not count.
     """
-    here, gauges = worker.sequences, worker.gauges
+    taken, gauges = worker.sequences, worker.gauges
     if gauges is not None and now - gauges.at <= MAX_PAGE_AGE_S:
-        here += worker.foreign_requests
-        if here and (worker.queued or gauges.kv_usage > KV_FULL):
+        taken += worker.foreign_requests
+        if taken and (worker.queued or gauges.kv_usage > KV_FULL):
             return 1.0
-    return min(here / _count_used(worker, now)[1], 1.0) if here else 0.0
+    return min(taken / _count_used(worker, now)[1], 1.0) if taken else 0.0
 
 
 def must_wait(worker: Worker, now: float, within_s: float = 0.0) -> bool:

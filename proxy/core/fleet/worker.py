@@ -53,7 +53,7 @@ class Worker:
     models: tuple[str, ...] = field(init=False)
     origins: dict[str, Origin] = field(default_factory=dict)  # of `models`
 
-    awaited_since: float = 0.0  # for a model list; -inf: no wait
+    awaited_since: float = 0.0  # when the wait for its model list began; -inf: no wait
     up: bool = False
     up_since: float = 0.0  # or restarted
     probed: bool = False  # any probe ended
@@ -68,7 +68,7 @@ class Worker:
     kv_capacity: int = 0  # 0: unknown
     foreign_requests: int = 0  # other clients' requests
     foreign_requests_before: int = 0
-    # Of these requests, if reported.
+    # Prefill tokens of foreign requests, if reported.
     foreign_tokens: float = 0.0
     foreign_tokens_before: float = 0.0
     foreign_long_tokens: float = 0.0
@@ -81,7 +81,7 @@ class Worker:
     requests: int = 0
     sequences: int = 0  # prompts times samples
     prefill_tokens: int = 0  # before the first token
-    long_tokens: int = 0  # of these
+    long_tokens: int = 0  # the part of `prefill_tokens` in long requests
     decode_tokens: int = 0  # output to come
     kv_tokens: int = 0  # cached or promised
     kv_coming: int = 0  # before the first token
@@ -108,7 +108,7 @@ class Worker:
     last_used: int = 0  # number of its last request
     unavailable: bool = False  # full or barred
     ranked_in: tuple[Group, ...] = ()
-    key: float = 0.0  # sort key in groups
+    rank_key: float = 0.0  # sort key in groups
 
     def __post_init__(self) -> None:
         self.bit, self.name, self.models = 1 << self.index, self.spec.name, (self.spec.model,)
@@ -220,7 +220,6 @@ class Worker:
         return info.needed_context + info.prompt_error <= self.context_limit
 
     def cached_tokens(self, prefixes: PrefixHolders) -> int:
-        """Return the prompt tokens it should have cached."""
         for tokens, holders in prefixes:
             if holders & self.bit:
                 return tokens
@@ -231,8 +230,8 @@ class Worker:
         pace, others = self.pace, self.num_decoding + self.foreign_requests
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + PREFILL_STALL_SHARE * others)
-        self.output_price = pace.each_s * others
-        self.cached_price = self.prompt_price * (1.0 - pace.missing)
+        self.output_price = pace.sequence_s * others
+        self.cached_price = self.prompt_price * (1.0 - pace.evicted_share)
 
     def ttft_s(self, info: RequestInfo, now: float, cached: int) -> float:
         wait = self.wait_s(now, for_long=info.long)
@@ -246,7 +245,7 @@ class Worker:
         pace = self.pace
         foreign = self.foreign_tokens
         if foreign and not for_long:
-            foreign -= (1.0 - pace.passing) * self.foreign_long_tokens
+            foreign -= (1.0 - pace.long_share) * self.foreign_long_tokens
         if not self.prefill_tokens:
             return pace.token_s * foreign
         longest = pace.token_s * self.prefill_tokens
@@ -256,13 +255,12 @@ class Worker:
         elif wait < longest * MIN_WAIT_SHARE:
             wait = longest * MIN_WAIT_SHARE
         if self.long_tokens and not for_long:
-            wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
+            wait -= wait * (1.0 - pace.long_share) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
             wait += now - self.due_at
         return wait + pace.token_s * foreign
 
     def note_progress(self, now: float) -> None:
-        """Note progress, or a first prefill."""
         pace = self.pace
         tokens = self.prefill_tokens + self.foreign_tokens
         self.due_at = now + pace.fixed_s + pace.token_s * tokens
@@ -281,16 +279,15 @@ class Group:
         self.workers = workers
         self.ranked: list[tuple[float, int, Worker]] = []
         if len(workers) > MAX_UNRANKED:
-            self.ranked = sorted((w.key, w.index, w) for w in workers)
+            self.ranked = sorted((w.rank_key, w.index, w) for w in workers)
 
     def drop(self, worker: Worker) -> None:
-        del self.ranked[bisect_left(self.ranked, (worker.key, worker.index))]
+        del self.ranked[bisect_left(self.ranked, (worker.rank_key, worker.index))]
 
     def put(self, worker: Worker) -> None:
-        insort(self.ranked, (worker.key, worker.index, worker))
+        insort(self.ranked, (worker.rank_key, worker.index, worker))
 
     def candidates(self) -> list[Worker]:
-        """Return the workers to look at."""
         if not self.ranked:
             return [w for w in self.workers if not w.unavailable]
         return [w for _, _, w in self.ranked[:MAX_LOOKED_AT] if not w.unavailable]

@@ -3,8 +3,8 @@
     time to first token = fixed + seconds per prefill token x tokens, its own and those ahead
     time of a step      = base  + seconds per decoding sequence x sequences
 
-Long requests ahead of a short one count by `passing`, because shorts may overtake. Cached tokens
-count by `missing`, because of evictions.
+Long requests ahead of a short one count by `long_share`, because shorts may overtake. Cached tokens
+count by `evicted_share`, because of evictions.
 
 Idea: multiply each part by the bounded ratio of observation to prediction, to the power of its
 share.
@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 # First values; only the order of magnitude matters.
 FIXED_S, TOKEN_S = 0.02, 1e-4
-STEP_S, EACH_S = 0.02, 2e-4
+STEP_S, SEQUENCE_S = 0.02, 2e-4
 MIN_VALUE = 1e-9
 MIN_SHARE = 0.01
-MISSING_SHARE = 0.05
+EVICTED_SHARE = 0.05
 MAX_LOG_RATIO = log(8.0)
 MIN_LEARNING_RATE = 0.08
 LEARNING_INTERVAL_S, UNTHROTTLED_OBSERVATIONS = 0.01, 50  # the interval applies after these
 SLOW_LEARNING_RATE = 0.1
-PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
+PARTS = ("fixed_s", "token_s", "long_share", "evicted_share", "base_s", "sequence_s")
 
 
 class PrefillWork(NamedTuple):
@@ -42,17 +42,17 @@ class PrefillWork(NamedTuple):
 
 class LatencyModel:
     __slots__ = (
-        "base_s", "each_s", "first_token_learnable_at", "fixed_s", "handover_tokens", "missing",
-        "passing", "prefills", "seen_at", "steps", "steps_learnable_at", "token_s",
+        "base_s", "evicted_share", "first_token_learnable_at", "fixed_s", "handover_tokens",
+        "long_share", "prefills", "seen_at", "sequence_s", "steps", "steps_learnable_at", "token_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.fixed_s = FIXED_S
         self.token_s = TOKEN_S
-        self.passing = 1.0
-        self.missing = MISSING_SHARE
+        self.long_share = 1.0
+        self.evicted_share = EVICTED_SHARE
         self.base_s = STEP_S
-        self.each_s = EACH_S
+        self.sequence_s = SEQUENCE_S
         self.handover_tokens = 0.0  # mean prompt of hand-overs
         self.prefills = 0.0  # weight
         self.steps = 0.0
@@ -61,11 +61,11 @@ class LatencyModel:
         self.steps_learnable_at = 0.0
 
     def step_s(self, sequences: float) -> float:
-        return self.base_s + self.each_s * sequences
+        return self.base_s + self.sequence_s * sequences
 
     def first_token_s(self, tokens: float, long_tokens: float = 0.0, cached: float = 0.0) -> float:
         """Predict the time to first token; the arguments are those of `PrefillWork`."""
-        counted = tokens + self.passing * long_tokens + self.missing * cached
+        counted = tokens + self.long_share * long_tokens + self.evicted_share * cached
         return self.fixed_s + self.token_s * counted
 
     def learn_first_token(
@@ -80,9 +80,13 @@ class LatencyModel:
         blame = _log_error(predicted, seconds, weight, self.prefills) / predicted
         flat, token_s = self.fixed_s, self.token_s
         if long_tokens:
-            self.passing = _share(self.passing, blame * token_s * self.passing * long_tokens)
+            self.long_share = _share(
+                self.long_share, blame * token_s * self.long_share * long_tokens
+            )
         if cached:
-            self.missing = _share(self.missing, blame * token_s * self.missing * cached)
+            self.evicted_share = _share(
+                self.evicted_share, blame * token_s * self.evicted_share * cached
+            )
         self.token_s = max(token_s * exp(blame * token_s * tokens), MIN_VALUE)
         self.fixed_s = max(flat * exp(blame * flat), MIN_VALUE)
 
@@ -94,8 +98,8 @@ class LatencyModel:
             self.steps_learnable_at = now + LEARNING_INTERVAL_S
         predicted = self.step_s(sequences)
         blame = _log_error(predicted, seconds, weight, self.steps) / predicted
-        grown = self.each_s * sequences
-        self.each_s = max(self.each_s * exp(blame * grown), MIN_VALUE)
+        grown = self.sequence_s * sequences
+        self.sequence_s = max(self.sequence_s * exp(blame * grown), MIN_VALUE)
         self.base_s = max(self.base_s * exp(blame * (predicted - grown)), MIN_VALUE)
 
     def learn_total(
@@ -109,8 +113,10 @@ class LatencyModel:
         if steps:
             self.learn_steps(sequences, step * ratio, now, 1.0 - share)
 
-    def learn_cached(self, had: float) -> None:
-        self.missing = _share(self.missing + SLOW_LEARNING_RATE * (1.0 - had - self.missing), 0.0)
+    def learn_cached(self, cached_share: float) -> None:
+        self.evicted_share = _share(
+            self.evicted_share + SLOW_LEARNING_RATE * (1.0 - cached_share - self.evicted_share), 0.0
+        )
 
     def learn_handover_tokens(self, tokens: int) -> None:
         gain = SLOW_LEARNING_RATE if self.handover_tokens else 1.0

@@ -12,8 +12,8 @@ are in two generations, at most 16 MB; a full new one replaces the old one.
 
 Cost: 0.1 ms to hash a body of 1 MB. With journals two or three look-ups per block.
 
-How it fails: whitespace matters. Without a journal evictions are unseen; `LatencyModel.missing`
-learns their share.
+How it fails: whitespace matters. Without a journal evictions are unseen; their share is
+`LatencyModel.evicted_share`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ Matches = list[tuple[int, int]]  # block counts, and worker masks
 
 
 class PrefixIndex:
-    def __init__(self, generation: int = MAX_GENERATION_HASHES) -> None:
+    def __init__(self) -> None:
         self._sent = RadixTree()
         self._followed = 0  # workers with a journal: not in the tree
-        self._generation = generation
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._resident: dict[int, int] = {}
@@ -97,7 +96,7 @@ class PrefixIndex:
         return sorted(by_depth.items(), reverse=True)
 
     def _reported(self, hashes: tuple[int, ...]) -> Matches:
-        found: Matches = []
+        reported: Matches = []
         new, old, resident = self._new, self._old, self._resident
         sound, alive = ~self._gone, -1
         for depth, block in enumerate(hashes):
@@ -107,14 +106,14 @@ class PrefixIndex:
             holders &= alive
             if holders != alive:
                 if depth:
-                    found.append((depth, alive))
+                    reported.append((depth, alive))
                 alive = holders
                 if not alive:
                     break
         if alive and hashes:
-            found.append((len(hashes), alive))
-        found.reverse()
-        return found
+            reported.append((len(hashes), alive))
+        reported.reverse()
+        return reported
 
     def reported_prefix(self, hashes: tuple[int, ...]) -> tuple[int, int]:
         """Return how many first blocks an engine has reported, and the tokens in them."""
@@ -143,19 +142,19 @@ class PrefixIndex:
         blocks, tokens = self.reported_prefix(hashes)
         begin = COVERED[blocks] if blocks else -bytes_before
         per_byte = max(prompt_tokens - tokens, 0) / max(prompt_bytes - begin, 1)
-        found: Matches = []
+        in_tokens: Matches = []
         for depth, workers in matches:
             last = hashes[depth - 1]
             held = self._tokens.get(last)
             if held is None:
                 held = tokens + int((COVERED[depth] - begin) * per_byte)
             if last in self._forks or last in self._ends:
-                found += self._found_on(workers, last, held, prompt_tokens)
+                in_tokens += self._matches_after(workers, last, held, prompt_tokens)
             else:
-                found.append((max(min(held, prompt_tokens), 0), workers))
-        return found
+                in_tokens.append((max(min(held, prompt_tokens), 0), workers))
+        return in_tokens
 
-    def _found_on(self, workers: int, last: int, held: int, prompt_tokens: int) -> Matches:
+    def _matches_after(self, workers: int, last: int, held: int, prompt_tokens: int) -> Matches:
         """Return the tokens by what each worker found after the last block."""
         forks, ends = self._forks.get(last, {}), self._ends.get(last, {})
         masks: dict[int, int] = {}
@@ -201,7 +200,7 @@ class PrefixIndex:
             elif holders & bit:
                 continue
             new[block] = holders | bit
-        if len(new) > self._generation:
+        if len(new) > MAX_GENERATION_HASHES:
             self._old, self._new = new, {}
 
     def add_block(self, block: int, worker: int, tokens: int) -> None:
@@ -262,17 +261,17 @@ class PrefixIndex:
 
 
 def _clear(holders: dict[int, int], block: int, bit: int) -> None:
-    found = holders.get(block, 0)
-    if found == bit:
+    bits = holders.get(block, 0)
+    if bits == bit:
         del holders[block]
-    elif found & bit:
-        holders[block] = found ^ bit
+    elif bits & bit:
+        holders[block] = bits ^ bit
 
 
 def _forget(tokens: dict[int, dict[int, int]], block: int, worker: int) -> None:
-    if (found := tokens.get(block)) is not None:
-        found.pop(worker, None)
-        if not found:
+    if (counted := tokens.get(block)) is not None:
+        counted.pop(worker, None)
+        if not counted:
             del tokens[block]
 
 

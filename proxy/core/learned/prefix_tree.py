@@ -48,37 +48,37 @@ class PrefixTree:
 
     def add_request(self, blocks: tuple[int, ...], per_byte: float) -> tuple[PrefixNode, int]:
         """Add a request; return its last node and the tokens held before."""
-        node, depth, last, found = self._root, 0, len(blocks), 0
+        node, depth, last, shared = self._root, 0, len(blocks), 0
         while depth < last:
             below = node.below.get(blocks[depth])
             if below is None:
                 tokens = int(COVERED[last] * per_byte) - int(COVERED[depth] * per_byte)
                 below = node.below[blocks[depth]] = PrefixNode(node, blocks, depth, last, tokens)
                 self.tokens += tokens
-                self.saved += found
-                return below, found
+                self.saved += shared
+                return below, shared
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
                 at = _common_length(below.blocks, blocks, depth + 1, min(end, last))
                 below = below.split(node, at)
             below.holders += 1
-            found += below.tokens
+            shared += below.tokens
             node, depth = below, below.end
-        self.saved += found
-        return node, found
+        self.saved += shared
+        return node, shared
 
     def shared_tokens(self, blocks: tuple[int, ...]) -> int:
         """Return the held tokens of a prefix."""
-        node, depth, last, found = self._root, 0, len(blocks), 0
+        node, depth, last, shared = self._root, 0, len(blocks), 0
         while depth < last and (below := node.below.get(blocks[depth])) is not None:
             end = below.end
             if end > last or below.blocks[end - 1] != blocks[end - 1]:
-                return found + below.tokens_before(
+                return shared + below.tokens_before(
                     _common_length(below.blocks, blocks, depth + 1, min(end, last))
                 )
-            found += below.tokens
+            shared += below.tokens
             node, depth = below, end
-        return found
+        return shared
 
     def release(self, node: PrefixNode) -> None:
         while (above := node.above) is not None:
@@ -91,10 +91,10 @@ class PrefixTree:
             node = above
 
 
-def _common_length(one: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
+def _common_length(first: tuple[int, ...], other: tuple[int, ...], low: int, high: int) -> int:
     while low < high:
         middle = (low + high) // 2
-        if one[middle] == other[middle]:
+        if first[middle] == other[middle]:
             low = middle + 1
         else:
             high = middle

@@ -38,7 +38,7 @@ class RadixTree:
 
     def matches(self, hashes: tuple[int, ...], hidden: int = 0) -> list[tuple[int, int]]:
         """Return the matched lengths with worker masks, deepest first, without `hidden` workers."""
-        found: list[tuple[int, int]] = []
+        holders: list[tuple[int, int]] = []
         visible = ~(self._gone | hidden)
         node, depth, last = self._root, 0, len(hashes)
         while depth < last:
@@ -50,14 +50,14 @@ class RadixTree:
             whole = end <= last and part[-1] == hashes[end - 1]
             if not whole:
                 end = depth + _common_length(part, hashes, depth)
-            if found and found[-1][1] == workers:
-                found.pop()
-            found.append((end, workers))
+            if holders and holders[-1][1] == workers:
+                holders.pop()
+            holders.append((end, workers))
             if not whole:
                 break
             node, depth = below, end
-        found.reverse()
-        return found
+        holders.reverse()
+        return holders
 
     def record(self, hashes: tuple[int, ...], worker: int) -> bool:
         """Note that a worker got a prompt; return whether that is new."""

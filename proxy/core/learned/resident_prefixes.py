@@ -71,7 +71,6 @@ class ResidentPrefixes:
         return len(self._blocks)
 
     def restart(self, block_tokens: int) -> None:
-        """Forget all requests and blocks."""
         self.clear()
         self._prompts.clear()
         self.block_tokens = block_tokens
@@ -87,8 +86,8 @@ class ResidentPrefixes:
         if prompt is None:
             return
         self._prompts[number] = prompt
-        if (found := self._found.pop(number, -1)) >= 0:
-            self.record_found(number, found)
+        if (cached := self._found.pop(number, -1)) >= 0:
+            self.record_found(number, cached)
         if resident := self._resident.pop(number, 0):
             self.record_resident(number, resident)
 
@@ -113,8 +112,8 @@ class ResidentPrefixes:
         blocks, hashes, index = self._blocks, prompt.hashes, self._index
         whole = range(prompt.whole_blocks(tokens, self.block_tokens))
         if missing := [at for at in whole if hashes[at] not in blocks]:
-            known, before = index.reported_prefix(hashes)
-            begin = COVERED[known] if known else -prompt.bytes_before
+            reported, before = index.reported_prefix(hashes)
+            begin = COVERED[reported] if reported else -prompt.bytes_before
             left = prompt.prompt_tokens - before
             per_byte = left / max(prompt.prompt_bytes - begin, 1)
             is_text = 1 / MAX_BYTES_PER_TOKEN <= per_byte <= 1 / MIN_BYTES_PER_TOKEN
@@ -126,14 +125,14 @@ class ResidentPrefixes:
         if hashes and tokens + self.block_tokens > prompt.prompt_tokens:
             self._record_ends(prompt, tokens)
 
-    def _extends_prompt(self, earlier: NamedPrompt, prompt: NamedPrompt, found: int) -> bool:
+    def _extends_prompt(self, earlier: NamedPrompt, prompt: NamedPrompt, cached: int) -> bool:
         """Return whether a prompt begins with a whole one; learn if it found its response."""
         block, size = self.block_tokens, earlier.prompt_tokens
-        if prompt.prompt_bytes <= earlier.prompt_bytes or found < size // block * block:
+        if prompt.prompt_bytes <= earlier.prompt_bytes or cached < size // block * block:
             return False
-        may_have_it = found > size or prompt.prompt_tokens > earlier.end
+        may_have_it = cached > size or prompt.prompt_tokens > earlier.end
         if earlier.end - size > block and may_have_it:
-            has_response = found > size
+            has_response = cached > size
             self._responses_found += LEARNING_RATE * (has_response - self._responses_found)
         return True
 
@@ -141,8 +140,8 @@ class ResidentPrefixes:
         """Note the cached tokens of prompts that begin with this one."""
         last, prompt.end = prompt.hashes[-1], tokens
         self._ends[last] = prompt
-        found = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
-        self._index.record_prompt_end(last, self._worker, found)
+        end = tokens if self._responses_found > 0.5 else min(tokens, prompt.prompt_tokens)
+        self._index.record_prompt_end(last, self._worker, end)
 
     def record_evicted(self, number: int, first: int, last: int) -> None:
         if (prompt := self._prompts.get(number)) is None:

@@ -65,8 +65,9 @@ class Session:
         self.seen_at = now
         self.visits: list[Visit] = []  # the last at the end
         self.visited = 0  # mask; includes visits not kept
-        self.depth = self.mark = 0  # blocks in the first half of the last prompt, and their hash
-        self.tail = (0, 0)  # the same of seven eighths
+        # Number and hash of the blocks in the first half, and in seven eighths, of the last prompt.
+        self.depth = self.mark = 0
+        self.tail = (0, 0)
         self.strayed = False  # the last prompt was another, shorter one
 
     def may_extend(self, hashes: tuple[int, ...]) -> bool:
@@ -77,8 +78,8 @@ class Session:
         return _may_have(hashes, *self.tail)
 
     def tokens_on(self, worker: int, since: float) -> int:
-        found = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
-        return next(found, 0)
+        tokens = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
+        return next(tokens, 0)
 
     def add_visit(self, visit: Visit, *, estimated: bool = True) -> None:
         """`estimated`: without a journal."""
@@ -130,14 +131,14 @@ class Sessions:
 
     def get_or_create(self, key: int, now: float) -> Session:
         sessions = self._sessions
-        found = sessions.get(key)
-        if found is None:
+        session = sessions.get(key)
+        if session is None:
             self._forget_idle(now)
-            found = sessions[key] = Session(key, now)
+            session = sessions[key] = Session(key, now)
         else:
-            found.seen_at = now
+            session.seen_at = now
             sessions.move_to_end(key)
-        return found
+        return session
 
     def rename(self, session: Session, key: int) -> None:
         """Change the key of a session: its last response names it."""

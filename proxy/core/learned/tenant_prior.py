@@ -54,23 +54,23 @@ class TenantPrior:
         base = self.base
         prompts = [rates for rates in self._tenants.values() if rates.seen]
         outputs = [rates for rates in self._tenants.values() if rates.outputs]
-        found = _copy(base)
-        found.fixed = _middle([rates.fixed for rates in prompts], base.fixed)
-        found.per_byte = _middle([rates.per_byte for rates in prompts], base.per_byte)
-        found.per_tool = _middle([rates.per_tool for rates in prompts], base.per_tool)
-        found.output = _middle([rates.output for rates in outputs], base.output)
+        median = _copy(base)
+        median.fixed = _middle([rates.fixed for rates in prompts], base.fixed)
+        median.per_byte = _middle([rates.per_byte for rates in prompts], base.per_byte)
+        median.per_tool = _middle([rates.per_tool for rates in prompts], base.per_tool)
+        median.output = _middle([rates.output for rates in outputs], base.output)
         for kind in KINDS:
             media = [rates.media for rates in self._tenants.values() if rates.media.seen[kind]]
             sizes = [counts.means[kind] for counts in media]
-            found.media.set_mean(kind, _middle(sizes, base.media.means[kind]))
-        return found
+            median.media.set_mean(kind, _middle(sizes, base.media.means[kind]))
+        return median
 
 
 def _copy(learned: LearnedSizes) -> LearnedSizes:
-    found = LearnedSizes(learned.fixed, learned.per_byte, learned.per_tool)
-    found.output = learned.output
-    found.media = learned.media.copy()
-    return found
+    copied = LearnedSizes(learned.fixed, learned.per_byte, learned.per_tool)
+    copied.output = learned.output
+    copied.media = learned.media.copy()
+    return copied
 
 
 def _middle(values: list[float], base: float) -> float:

@@ -78,14 +78,16 @@ class TransferTimes:
         """Return a pair's estimate, or the model's."""
         if not self._pairs:
             return self.all
-        found = self._pairs.get((prefill, decode))
-        return found if found is not None and found.seen >= UNCLAMPED_TRANSFERS else self.all
+        estimate = self._pairs.get((prefill, decode))
+        return (
+            estimate if estimate is not None and estimate.seen >= UNCLAMPED_TRANSFERS else self.all
+        )
 
     def learn(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
-        found = self._pairs.get((prefill, decode))
-        if found is None:
+        estimate = self._pairs.get((prefill, decode))
+        if estimate is None:
             if len(self._pairs) >= MAX_PAIRS:  # probably of removed workers
                 del self._pairs[next(iter(self._pairs))]
-            found = self._pairs[prefill, decode] = TransferTime()
+            estimate = self._pairs[prefill, decode] = TransferTime()
         self.all.learn(tokens, seconds)
-        found.learn(tokens, seconds)
+        estimate.learn(tokens, seconds)

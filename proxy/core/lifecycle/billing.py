@@ -19,10 +19,10 @@ FIRST_EVENT_IS_TOKEN = route_names(lambda route: route.begins_with_token)
 STOPPED_EARLY = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed is charged
 
 
-def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
+def ask_other_hosts(info: RequestInfo, on_decided: Decided) -> PendingDecision | None:
     """Have all hosts together decide whether a request exceeds its tenant's limits.
 
-    Returns None if this host decides, or may admit it. `done` is followed by `enter`, or by
+    Returns None if this host decides, or may admit it. `on_decided` is followed by `enter`, or by
     `leave`.
     """
     tenant = info.tenant
@@ -42,7 +42,7 @@ def ask_other_hosts(info: RequestInfo, done: Decided) -> PendingDecision | None:
 
     def decided(exceeded: LimitExceeded | None) -> None:
         info.bill.decided, info.bill.exceeded = tokens, exceeded
-        done(exceeded)
+        on_decided(exceeded)
 
     return ledger.remote_limits.request_decision(tokens, decided)
 
@@ -53,8 +53,10 @@ def _tokens(info: RequestInfo) -> int:
     return max(tokens - info.bill.settled_prompt - info.bill.settled_output, 0)
 
 
-def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
-    """Admit a request, or return the limit that it exceeds; `again`: a retry.
+def enter(
+    info: RequestInfo, now: float, *, is_retry: bool, uncounted: bool = False
+) -> Refusal | None:
+    """Admit a request, or return the limit that it exceeds.
 
     `uncounted`: a worker counts the prompt first, then `enter` is called again. Counting is work,
     so all limits apply.
@@ -70,7 +72,7 @@ def enter(info: RequestInfo, now: float, *, again: bool, uncounted: bool = False
     elif info.bill.decided >= 0:
         exceeded, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided
         info.bill.decided = -1
-    elif again:
+    elif is_retry:
         ledger.enter_again(now, tokens)
     else:
         prompt = info.least_prompt if uncounted else info.min_prompt_size
@@ -115,8 +117,8 @@ def _refuse_for_now(tenant: Tenant, exceeded: LimitExceeded) -> Refusal:
 
 
 def _count(tenant: Tenant, exceeded: LimitExceeded) -> None:
-    limited, which = tenant.totals.limited, exceeded.limit.value
-    limited[which] = limited.get(which, 0) + 1
+    limited, limit = tenant.totals.limited, exceeded.limit.value
+    limited[limit] = limited.get(limit, 0) + 1
 
 
 def leave(info: RequestInfo, now: float, used: int = 0) -> None:

@@ -53,26 +53,26 @@ def forbidden_field(param: str) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
-def model_not_served(model: str, known: Iterable[str], *, all_listed: bool) -> Refusal:
+def model_not_served(model: str, models: Iterable[str], *, all_listed: bool) -> Refusal:
     """Refuse an unknown model; `all_listed`: all model lists are known."""
-    return (unknown_model if all_listed else not_known_yet)(model, known)
+    return (unknown_model if all_listed else not_known_yet)(model, models)
 
 
-def unknown_model(model: str, known: Iterable[str]) -> Refusal:
-    message = f"The model `{model[:200]}` does not exist. This fleet serves: {_listed(known)}."
+def unknown_model(model: str, models: Iterable[str]) -> Refusal:
+    message = f"The model `{model[:200]}` does not exist. This fleet serves: {_listed(models)}."
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_found", "model")
 
 
-def route_not_served(model: str, route: str, known: Iterable[str]) -> Refusal:
+def route_not_served(model: str, route: str, models: Iterable[str]) -> Refusal:
     missing = f"A worker of the model `{model[:200]}` does not support {route}."
-    message = f"{missing} This fleet serves: {_listed(known)}."
+    message = f"{missing} This fleet serves: {_listed(models)}."
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_supported", "model")
 
 
-def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
+def not_known_yet(model: str, models: Iterable[str]) -> Refusal:
     message = (
         f"The model `{model[:200]}` is not known yet: some workers have not listed their "
-        f"models. Known models: {_listed(known)}."
+        f"models. Known models: {_listed(models)}."
     )
     return Refusal(503, Reason.NOT_KNOWN_YET, message, "not_known_yet", retry_after_s=1.0)
 

@@ -108,7 +108,7 @@ class RequestInfo:
     prefix_bytes: int = 0  # body bytes of the prompt
     bytes_before: int = 0  # of tools, which a template puts before the prompt
     text_bytes: int = 0
-    tool_bytes: int = 0  # of these
+    tool_bytes: int = 0  # the part of `text_bytes` in tools
     prompts: int = 1
     extra_tokens: int = 0  # template, images
     media: RequestMedia | None = None  # if `usage` shows its sizes
@@ -127,7 +127,7 @@ class RequestInfo:
     takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
     fields: dict[str, bytes | None] | None = None  # body fields to set or remove
-    found_members: list[JsonMember] | None = None  # of these, the present ones, if known
+    found_members: list[JsonMember] | None = None  # the members of `fields` in the body, if known
     account: Bill | None = None  # see `bill`
 
     @property

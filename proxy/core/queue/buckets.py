@@ -8,14 +8,22 @@ from itertools import count, islice
 from typing import NamedTuple, Protocol
 
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.eviction import APART, Amounts
-from proxy.core.queue.request_fifo import Entry, FifoKey, Place, RequestFifo, SortKey
+from proxy.core.queue.eviction import Amounts
+from proxy.core.queue.request_fifo import (
+    APART,
+    FOR_CACHE,
+    LONG,
+    SHORT,
+    Entry,
+    FifoKey,
+    Place,
+    RequestFifo,
+    SortKey,
+)
 from proxy.core.queue.sorted_fifos import SortedFifos
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant
 
-SHORT, LONG = "short", "long"
-FOR_CACHE = "cache"  # of requests in no order, see `cache_waits`
 MAX_TRIED_TICKETS = 16  # tickets examined per FIFO, failures per place
 # A class's sort key: not ahead by age, was last to go ahead.
 AgeOrder = tuple[bool, bool]

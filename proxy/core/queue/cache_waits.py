@@ -37,10 +37,14 @@ class CacheWaits:
         if not tickets:
             del self._tickets[wait.worker]
 
-    def voluntary(self) -> list[list[Ticket]]:
+    def placeable_elsewhere(self) -> list[list[Ticket]]:
         """Return each worker's tickets that others may serve in time, last first."""
         return [
-            [t for t in reversed(tickets) if t.cache_wait is not None and not t.cache_wait.only]
+            [
+                t
+                for t in reversed(tickets)
+                if t.cache_wait is not None and not t.cache_wait.others_late
+            ]
             for tickets in self._tickets.values()
         ]
 
@@ -57,7 +61,7 @@ class CacheWaits:
             frees_slots = worker.requests > remote.requests
             for ticket in tickets:
                 wait = ticket.cache_wait
-                overtaken = wait is not None and remote.total_placed > wait.placed
+                overtaken = wait is not None and remote.total_placed > wait.placed_elsewhere
                 if overtaken and not frees_slots and now >= ticket.cache_due:
                     ticket.cache_until = now
                 if at_once or now >= ticket.cache_until:

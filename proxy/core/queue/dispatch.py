@@ -18,14 +18,13 @@ from proxy.core.queue.buckets import (
     LastDispatch,
     RemoteQueues,
 )
-from proxy.core.queue.eviction import APART
-from proxy.core.queue.request_fifo import Entry, Place, RequestFifo
+from proxy.core.queue.request_fifo import APART, Entry, Place, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank
 
 BATCH = Rank.BATCH
-Answer = Lease | Refusal
-Placement = Answer | CacheWait
+FinalPlacement = Lease | Refusal
+Placement = FinalPlacement | CacheWait
 NO_TURN = LastDispatch()
 
 
@@ -36,10 +35,10 @@ class LastDispatches:
         self.by_model: dict[str, LastDispatch] = {}
 
     def last_dispatch(self, model: str, others: RemoteQueues | None) -> LastDispatch:
-        here = self.by_model.get(model, NO_TURN)
-        if others is not None and (there := others.last_dispatch(model)).at > here.at:
-            here = self.by_model[model] = there
-        return here
+        last = self.by_model.get(model, NO_TURN)
+        if others is not None and (remote := others.last_dispatch(model)).at > last.at:
+            last = self.by_model[model] = remote
+        return last
 
     def record(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
         """Record a dispatch; `passed` if ahead of a higher class."""
@@ -78,14 +77,14 @@ class DispatchRound:
         buckets, others = self._buckets.in_order(), self._remote_queues
         oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
         for ((model, _), rank), bucket in buckets:
-            known = oldest.setdefault(model, {})
-            known[rank] = min(known.get(rank, bucket.oldest), bucket.oldest)
-        first = {model: min(known) for model, known in oldest.items()}  # local
+            arrivals = oldest.setdefault(model, {})
+            arrivals[rank] = min(arrivals.get(rank, bucket.oldest), bucket.oldest)
+        first = {model: min(arrivals) for model, arrivals in oldest.items()}  # local
         if others is not None and others.waits:
-            for model, known in oldest.items():
+            for model, arrivals in oldest.items():
                 for rank, since in others.oldest(model).items():
-                    known[rank] = min(known.get(rank, since), since)
-        aged = {model: self._aged_classes(model, known) for model, known in oldest.items()}
+                    arrivals[rank] = min(arrivals.get(rank, since), since)
+        aged = {model: self._aged_classes(model, arrivals) for model, arrivals in oldest.items()}
         turns: dict[tuple[AgeOrder, Rank], list[Iterator[Entry]]] = {}
         for (place, rank), bucket in buckets:
             model = place.model
@@ -139,7 +138,7 @@ class DispatchRound:
 
     def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Placement] | None:
         """Dispatch the first ticket that can go; skip needs that failed before."""
-        place, least, misses = fifo.place, self._failed_need, self._misses
+        place, failed_need, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
             needs = ticket.info.needed_context
             if needs >= self._need_bound(place):
@@ -149,5 +148,5 @@ class DispatchRound:
                 return ticket, placed
             misses[place] = misses.get(place, 0) + 1
             # A batch request may lack only the slots kept free for higher classes.
-            least[place] = min(least.get(place, maxsize), needs)
+            failed_need[place] = min(failed_need.get(place, maxsize), needs)
         return None

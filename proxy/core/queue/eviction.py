@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.request_fifo import RequestFifo
+from proxy.core.queue.request_fifo import APART, RequestFifo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Rank, Tenant
 
 BATCH = Rank.BATCH
-APART = "apart"
 MAX_EVICTED = 64  # per new request
 
 
@@ -95,7 +94,7 @@ def _choose_last(
         else fifo.tickets
         for fifo in fifos
     }
-    left = {key: len(found) for key, found in tickets.items()}
+    left = {key: len(waiting) for key, waiting in tickets.items()}
     evicted: list[Ticket] = []
     while max(excess) > 0 and len(evicted) < MAX_EVICTED:
         evictable = [fifo for fifo in fifos if left[fifo.key] and yields(fifo)]
@@ -149,9 +148,9 @@ def _share(used: Amounts, limits: Amounts, tenant: Tenant | None) -> float:
     return share if tenant is None else share / tenant.spec.weight
 
 
-def add_amounts(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
+def add_amounts(first: Amounts, other: Amounts, sign: int = 1) -> Amounts:
     return Amounts(
-        one.requests + sign * other.requests,
-        one.bytes + sign * other.bytes,
-        one.tokens + sign * other.tokens,
+        first.requests + sign * other.requests,
+        first.bytes + sign * other.bytes,
+        first.tokens + sign * other.tokens,
     )

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, CacheWait
 from proxy.core.model.types import RequestInfo
-from proxy.core.queue.buckets import LONG, SHORT, Buckets, RemoteQueues, place_of
+from proxy.core.queue.buckets import Buckets, RemoteQueues, place_of
 from proxy.core.queue.cache_waits import CacheWaits
-from proxy.core.queue.dispatch import Answer, DispatchRound, LastDispatches, Placement
+from proxy.core.queue.dispatch import DispatchRound, FinalPlacement, LastDispatches, Placement
 from proxy.core.queue.eviction import NO_AMOUNTS, Amounts, Evictions, add_amounts, amounts_of
 from proxy.core.queue.fairness import FairnessSettings, ShareCounters
-from proxy.core.queue.request_fifo import Place, SortKey
+from proxy.core.queue.request_fifo import LONG, SHORT, Place, SortKey
 from proxy.core.queue.slot_rate import SlotRate
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import NOT_URGENT, Urgency
@@ -68,7 +68,7 @@ class Queue:
         self.remote_queues: RemoteQueues | None = None  # in other processes
         self.shares = ShareCounters()
         self.cache_waits = CacheWaits()
-        self.ended: dict[Ticket, Answer] = {}  # not yet reported by the router's `pop_due`
+        self.ended: dict[Ticket, FinalPlacement] = {}  # not yet reported by the router's `pop_due`
         self._evictions = Evictions()
         self._buckets = Buckets()
         self.last_dispatches = LastDispatches()
@@ -89,19 +89,19 @@ class Queue:
         if self.has_room(more):
             return True
         stuck: set[Place] = set()
-        for tickets in self.cache_waits.voluntary():
+        for tickets in self.cache_waits.placeable_elsewhere():
             for ticket in tickets:
                 at, until = place_of(ticket.info), ticket.cache_until
                 if at in stuck:
                     break
                 ticket.cache_until = now
-                answer = None if self.any_ahead_of(ticket.info) else place(ticket, now)
-                if answer is None or isinstance(answer, CacheWait):
+                placement = None if self.any_ahead_of(ticket.info) else place(ticket, now)
+                if placement is None or isinstance(placement, CacheWait):
                     ticket.cache_until = until
                     stuck.add(at)
                     break
                 self.remove(ticket)
-                self.ended[ticket] = answer
+                self.ended[ticket] = placement
                 if self.has_room(more):
                     return True
         return False
@@ -111,16 +111,16 @@ class Queue:
         length = max(self.length, 1)
         return Amounts(1, self.bytes / length, self.tokens / length)
 
-    def _excess(self, one: Amounts) -> Amounts:
+    def _excess(self, request: Amounts) -> Amounts:
         """Return the excess with a request; none within this process's part."""
         total, limits = self._total_amounts(), self._max_amounts()
         if (others := self.remote_queues) is not None:
-            parts, own = others.processes + 1, add_amounts(self._own_amounts(), one)
+            parts, own = others.processes + 1, add_amounts(self._own_amounts(), request)
             if all(amount * parts <= limit for amount, limit in zip(own, limits, strict=True)):
                 return NO_AMOUNTS
         if not total.requests:  # an empty queue takes a prompt of any size
             limits = limits._replace(tokens=inf)
-        return add_amounts(add_amounts(total, one), limits, -1)
+        return add_amounts(add_amounts(total, request), limits, -1)
 
     def _own_amounts(self) -> Amounts:
         return Amounts(self.length, self.bytes, self.tokens)
@@ -170,9 +170,9 @@ class Queue:
     def count_waiting(self, model: str, *, long: bool) -> int:
         """Return the number of waiting requests above batch; remote ones count as 1."""
         place = Place(model, LONG if long else SHORT)
-        here = sum(self._buckets.count(place, rank) for rank in ABOVE_BATCH)
+        count = sum(self._buckets.count(place, rank) for rank in ABOVE_BATCH)
         remote = self.remote_queues
-        return here + (remote is not None and remote.has_higher_class(place, BATCH))
+        return count + (remote is not None and remote.has_higher_class(place, BATCH))
 
     def has_waiting_for(self, model: str) -> bool:
         if any(self._buckets.places(model)):
@@ -235,7 +235,7 @@ class Queue:
         """Put a ticket in order with others, or let it wait for a cache."""
         ticket.cache_wait = cache_wait
         if cache_wait is not None:
-            due = cache_wait.until if cache_wait.only else now + cache_wait.seconds
+            due = cache_wait.until if cache_wait.others_late else now + cache_wait.seconds
             ticket.cache_due = min(ticket.cache_due, due)
             ticket.cache_until = min(ticket.cache_until, cache_wait.until)
             self.cache_waits.add(ticket, cache_wait)
@@ -255,7 +255,7 @@ class Queue:
         else:
             self._num_in_order -= 1
 
-    def _move(self, ticket: Ticket, now: float, cache_wait: CacheWait | None = None) -> None:
+    def _requeue(self, ticket: Ticket, now: float, cache_wait: CacheWait | None = None) -> None:
         """Put a ticket in order, or let it wait for another cache."""
         self._extract(ticket)
         self._put(ticket, now, cache_wait)
@@ -282,30 +282,30 @@ class Queue:
         return True
 
     def pop_expired(self, now: float) -> list[Ticket]:
-        gone: list[Ticket] = []
+        expired: list[Ticket] = []
         deadlines = self._deadlines
         while deadlines and (deadlines[0].at <= now or deadlines[0].ticket.removed):
             ticket = heappop(deadlines).ticket
             if self.remove(ticket):
-                gone.append(ticket)
+                expired.append(ticket)
                 deadlines = self._deadlines
-        return gone
+        return expired
 
     def dispatch(
         self, place: Callable[[Ticket, float], Placement | None], now: float = 0.0
-    ) -> Iterator[tuple[Ticket, Answer]]:
+    ) -> Iterator[tuple[Ticket, FinalPlacement]]:
         """Remove and yield the tickets that `place` places or refuses."""
         for ticket in self.cache_waits.pop_ended(now):
-            self._move(ticket, now)
+            self._requeue(ticket, now)
         ages, remote = self.fairness.ages, self.remote_queues
         dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
         while (placed := dispatches.next()) is not None:
-            ticket, answer = placed
-            if isinstance(answer, CacheWait):
-                self._move(ticket, now, cache_wait=answer)
+            ticket, placement = placed
+            if isinstance(placement, CacheWait):
+                self._requeue(ticket, now, cache_wait=placement)
             else:
                 self.remove(ticket)
-                yield ticket, answer
+                yield ticket, placement
 
     def record_freed_slot(self, now: float) -> None:
         if not self.max_requests:  # no queue: each refused request is demand

@@ -19,7 +19,15 @@ FIFO: Final = 5
 KEY = attrgetter("key")
 
 
+# Values of `Place.size`.
+SHORT, LONG = "short", "long"
+APART = "apart"  # retried and pinned requests
+FOR_CACHE = "cache"  # requests in no order, see `cache_waits`
+
+
 class Place(NamedTuple):
+    """Where a request waits: with the others of its model and size."""
+
     model: str
     size: str
 

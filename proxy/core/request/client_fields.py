@@ -81,8 +81,8 @@ def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:
 
 
 def _id_names_addresses(body: bytes) -> bool:
-    found = (member for member in members(body) if member.name == ID.encode())
-    ids = (body[member.value : member.end] for member in found)
+    fields = (member for member in members(body) if member.name == ID.encode())
+    ids = (body[field.value : field.end] for field in fields)
     # An escape may hide an address.
     return any(b"\\" in text or has_address(text) for text in ids)
 

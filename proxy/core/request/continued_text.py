@@ -75,11 +75,11 @@ def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextS
         if not kept:
             return TextSoFar(body, text)
         tokens -= kept != text  # the space is generated again
-    there = {member.name.decode(): body[member.value : member.end] for member in members(body)}
+    values = {member.name.decode(): body[member.value : member.end] for member in members(body)}
     name = (
-        CHAT_LIMIT_FIELD if is_chat and there.get(CHAT_LIMIT_FIELD, NULL) != NULL else LIMIT_FIELD
+        CHAT_LIMIT_FIELD if is_chat and values.get(CHAT_LIMIT_FIELD, NULL) != NULL else LIMIT_FIELD
     )
-    limit = parse_count(orjson.loads(there.get(name, NULL)))
+    limit = parse_count(orjson.loads(values.get(name, NULL)))
     if limit is None and not is_chat:
         limit = COMPLETION_OUTPUT
     new: dict[str, bytes | None] = {}
@@ -87,13 +87,13 @@ def with_text(body: bytes, shape: PromptFields, text: str, tokens: int) -> TextS
         if limit <= tokens:
             return None
         new[name] = b"%d" % (limit - tokens)
-    least = parse_count(orjson.loads(there.get(LEAST_FIELD, NULL)))
-    if least is not None:
-        new[LEAST_FIELD] = b"%d" % max(least - tokens, 0)
+    min_tokens = parse_count(orjson.loads(values.get(LEAST_FIELD, NULL)))
+    if min_tokens is not None:
+        new[LEAST_FIELD] = b"%d" % max(min_tokens - tokens, 0)
     if is_chat:
         message = orjson.dumps({"role": "assistant", "content": kept})
-        new["messages"] = b"%b,%b]" % (there["messages"][:-1], message)
+        new["messages"] = b"%b,%b]" % (values["messages"][:-1], message)
         new |= {"continue_final_message": b"true", "add_generation_prompt": b"false"}
     else:
-        new["prompt"] = there["prompt"][:-1] + orjson.dumps(kept)[1:]
+        new["prompt"] = values["prompt"][:-1] + orjson.dumps(kept)[1:]
     return TextSoFar(edit_members(body, new), text[len(kept) :], tokens)

@@ -20,9 +20,9 @@ def parsed(body: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        if (found := _parse_lenient(text)) is None:
+        if (value := _parse_lenient(text)) is None:
             raise
-        return found
+        return value
 
 
 def _parse_lenient(body: bytes) -> Any:
@@ -33,11 +33,11 @@ def _parse_lenient(body: bytes) -> Any:
     if len(body) > SLOW_BYTES and b"NaN" not in body and b"Infinity" not in body:
         return None
     try:
-        found = json.loads(body.decode())
-        orjson.dumps(found)
+        value = json.loads(body.decode())
+        orjson.dumps(value)
     except (ValueError, TypeError, RecursionError):
         return None
-    return found
+    return value
 
 
 class BodyStep(Enum):

@@ -70,15 +70,15 @@ def check_members(body: bytes, mask: JsonMask | None = None) -> list[JsonMember]
     )
     if not may and (mask is None or not mask.is_made):
         return None
-    found = members(body, mask)
-    if len(found) > MAX_MEMBERS:
+    in_body = members(body, mask)
+    if len(in_body) > MAX_MEMBERS:
         raise TooManyMembersError
-    return found
+    return in_body
 
 
 def _walk(body: bytes, start: int, plain: bytes) -> list[JsonMember] | None:
     """Return the members from `start`; None if nested."""
-    found: list[JsonMember] = []
+    walked: list[JsonMember] = []
     at = start
     while (key := KEY.match(plain, at)) is not None:
         begin, close = key.span(1)
@@ -88,12 +88,12 @@ def _walk(body: bytes, start: int, plain: bytes) -> list[JsonMember] | None:
         if b"\\" in name:
             with suppress(orjson.JSONDecodeError):  # half a surrogate pair: no known name
                 name = orjson.loads(b'"%b"' % name).encode()
-        found.append(JsonMember(name, begin - 1, value, end))
-        if len(found) > MAX_MEMBERS + MAX_ADDED_MEMBERS:
+        walked.append(JsonMember(name, begin - 1, value, end))
+        if len(walked) > MAX_MEMBERS + MAX_ADDED_MEMBERS:
             raise TooManyMembersError
         comma = COMMA.match(plain, end)
         if comma is None:
-            return found if END.match(plain, end) else None
+            return walked if END.match(plain, end) else None
         at = comma.end()
     return None
 
@@ -135,7 +135,7 @@ def _find_unique(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[
     """
     if b"\\u00" in body and (len(body) > SMALL_BODY_BYTES or ESCAPED.search(body)):
         return None
-    found: list[JsonMember] = []
+    unique: list[JsonMember] = []
     for name, (_, quoted) in names.items():
         at = _find_name(body, quoted, 0)
         if at < 0 or _find_name(body, quoted, at + 1) >= 0 or (key := KEY.match(body, at)) is None:
@@ -144,9 +144,9 @@ def _find_unique(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[
         end = _short_value_end(body, value)
         if end < 0:
             return None
-        found.append(JsonMember(name, at, value, end))
-    found.sort(key=START)
-    return found
+        unique.append(JsonMember(name, at, value, end))
+    unique.sort(key=START)
+    return unique
 
 
 def _find_name(body: bytes, quoted: bytes, start: int) -> int:
@@ -175,10 +175,10 @@ def _find_members(
 ) -> list[JsonMember]:
     if field_names is not None:
         names = {key: name for key, name in names.items() if name[0] in field_names}
-        found = _find_unique(body, names) if names else []
-        if found is not None:
-            return found
-    there = None
+        in_body = _find_unique(body, names) if names else []
+        if in_body is not None:
+            return in_body
+    walked = None
     if len(body) <= SMALL_BODY_BYTES and not (b"\\u00" in body and ESCAPED.search(body)):
         # Unescaped quotes: a key, or the end of a string.
         first, find = len(body), body.find
@@ -188,8 +188,8 @@ def _find_members(
         if first == len(body):
             return []
         if body[first - 1] != BACKSLASH:
-            there = _walk(body, first, masked(body))
-    return [member for member in there or members(body) if member.name in names]
+            walked = _walk(body, first, masked(body))
+    return [member for member in walked or members(body) if member.name in names]
 
 
 def count_members(body: bytes, name: str) -> int:
@@ -200,25 +200,25 @@ def edit_members(
     body: bytes,
     fields: Mapping[str, bytes | None],
     field_names: Set[str] | None = None,
-    found: list[JsonMember] | None = None,
+    known_members: list[JsonMember] | None = None,
 ) -> bytes:
     """Set members to JSON text, or remove those with None.
 
     Names consist of letters, digits and `_`. Duplicates are all edited. New members go last, so the
     prompt keeps its offset.
 
-    `field_names`: all names in the text, `found`: the members with these names; both if known.
+    `field_names`: all names in the text. `known_members`: the members with the names of `fields`.
     """
     names = _encode_names(tuple(fields))
     pieces: list[bytes] = []
     at = 0
-    there: set[str] = set()
+    edited: set[str] = set()
     text: bytes | None = None
-    if found is None:
-        found = _find_members(body, names, field_names)
-    for key, start, value, end in found:
+    if known_members is None:
+        known_members = _find_members(body, names, field_names)
+    for key, start, value, end in known_members:
         name = names[key][0]
-        there.add(name)
+        edited.add(name)
         text = fields[name]
         if text is not None:
             pieces += (body[at:value], text)
@@ -230,7 +230,7 @@ def edit_members(
     new = [
         b"%b:%b" % (quoted, added)
         for name, quoted in names.values()
-        if (added := fields[name]) is not None and name not in there
+        if (added := fields[name]) is not None and name not in edited
     ]
     if new:
         end = _last_non_space(body, body.rindex(b"}")) + 1
@@ -268,7 +268,7 @@ def _last_non_space(text: bytes, end: int) -> int:
         return end - 1
     while end:  # in pieces: byte by byte takes 60 ns each
         start = max(end - SMALL_BODY_BYTES, 0)
-        if found := len(text[start:end].rstrip()):
-            return start + found - 1
+        if length := len(text[start:end].rstrip()):
+            return start + length - 1
         end = start
     return -1

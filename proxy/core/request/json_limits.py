@@ -100,10 +100,10 @@ def _count_signs(text: bytes) -> tuple[int, int, int]:
 
 
 def count_up_to(text: bytes, sign: bytes, limit: int) -> int:
-    found = 0
+    total = 0
     for at in range(0, len(text), PIECE_BYTES):
         piece = text[at : at + PIECE_BYTES]
-        found += len(piece) - len(piece.replace(sign, b""))
-        if found > limit:
+        total += len(piece) - len(piece.replace(sign, b""))
+        if total > limit:
             break
-    return found
+    return total

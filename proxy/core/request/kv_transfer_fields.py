@@ -68,8 +68,8 @@ def find(text: bytes, tree: Tree) -> str | None:
         if inner is None:
             if value != NULL:
                 return name.decode()
-        elif value.startswith(b"{") and (found := find(value, inner)) is not None:
-            return f"{name.decode()}.{found}"
+        elif value.startswith(b"{") and (path := find(value, inner)) is not None:
+            return f"{name.decode()}.{path}"
     return None
 
 
@@ -82,9 +82,9 @@ def find_steering_in_form(
     part's head counts, with the JSON after it.
     """
     # Earlier matches would scan to the end.
-    for found in CHARSET.finditer(content_type, 0, content_type.rfind(b"=") + 1):
-        value = VALUE.match(content_type, found.end())
-        if found[1].strip() or value is None or value[1].lower() not in PLAIN:
+    for charset in CHARSET.finditer(content_type, 0, content_type.rfind(b"=") + 1):
+        value = VALUE.match(content_type, charset.end())
+        if charset[1].strip() or value is None or value[1].lower() not in PLAIN:
             return "charset"  # names and values may have any encoding
     read: set[int] = set()  # starts of texts, which heads may share
     for mark, text in ((ARGUMENTS, body), (EXTENDED, body.lower())):

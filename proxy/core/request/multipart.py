@@ -22,14 +22,19 @@ MAX_PARTS = 100
 MAX_PLAIN_HEAD_BYTES = 4096
 
 
+def boundary_of(content_type: bytes) -> bytes:
+    """Return the boundary of a form's parts; empty without one."""
+    _, _, parameter = content_type.partition(b"boundary=")
+    return parameter.split(b";")[0].strip().strip(b'"')
+
+
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
     """Return the fields; none if the form is malformed."""
-    _, _, parameter = content_type.partition(b"boundary=")
-    boundary = parameter.split(b";")[0].strip().strip(b'"')
+    boundary = boundary_of(content_type)
     if not boundary:
         return {}
-    found = ((name, _field(body, name.encode(), b"--" + boundary)) for name in NAMES)
-    return {name: value for name, value in found if value is not None}
+    values = ((name, _field(body, name.encode(), b"--" + boundary)) for name in NAMES)
+    return {name: value for name, value in values if value is not None}
 
 
 def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:

@@ -41,7 +41,7 @@ from proxy.core.request.session_key import id_in_body, previous_response, sessio
 from proxy.core.request.sizing import CUT, Sizer, shrink_to_fit, use_known_prefix
 from proxy.core.request.split_check import why_not_split
 from proxy.core.request.token_estimate import parse_count
-from proxy.core.tenants.tenants import Rank, Tenant
+from proxy.core.tenants.tenants import Rank, Tenant, allowed_models
 
 # The key that starts the prompt. Quotes inside JSON strings are escaped, so only a key matches, or
 # a harmless string of that text.
@@ -156,23 +156,21 @@ class RequestParser:
         else:
             model = self._only_model(named, tenant)
         if tenant is not None and not tenant.may_use(model):
-            raise RefusedError(refusals.not_allowed(model, self._models_for(tenant)))
+            raise RefusedError(
+                refusals.not_allowed(model, allowed_models(self._roster.models(), tenant))
+            )
         return model
 
     def _only_model(self, named: object, tenant: Tenant | None) -> str:
-        known = self._models_for(tenant)
+        models = allowed_models(self._roster.models(), tenant)
         if named is None or named == "":
-            if len(known) == 1:
-                return known[0]
+            if len(models) == 1:
+                return models[0]
             raise RefusedError(refusals.bad_request("The body must name a `model`.", "model"))
         if type(named) is not str:
             raise RefusedError(refusals.bad_request("`model` must be a string.", "model"))
         all_listed = self._roster.all_listed(named)
-        raise RefusedError(refusals.model_not_served(named, known, all_listed=all_listed))
-
-    def _models_for(self, tenant: Tenant | None) -> list[str]:
-        known = self._roster.models()
-        return [name for name in known if tenant is None or tenant.may_use(name)]
+        raise RefusedError(refusals.model_not_served(named, models, all_listed=all_listed))
 
     def _apply_tenant(
         self, info: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
@@ -350,10 +348,10 @@ def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
 
 def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
     """Check that a body can be edited, and note where the fields to edit are."""
-    found, edits = check_members(body, mask), info.fields
-    if found is not None and edits is not None:
+    in_body, edits = check_members(body, mask), info.fields
+    if in_body is not None and edits is not None:
         names = {name.encode() for name in edits}
-        info.found_members = [member for member in found if member.name in names]
+        info.found_members = [member for member in in_body if member.name in names]
 
 
 def _would_be_refused(info: RequestInfo, tenant: Tenant) -> bool:
@@ -375,9 +373,9 @@ def prompt_start(shape: PromptFields, body: bytes) -> int:
     start = body.find(key)
     if start > MIN_BYTES_BEFORE and shape is not PROMPT:
         for before in KEYS_BEFORE:  # templates put tools and system first
-            found = body.find(before, 0, start)
-            if found >= 0:
-                start = found
+            begin = body.find(before, 0, start)
+            if begin >= 0:
+                start = begin
     return start
 
 
@@ -387,7 +385,7 @@ def prompt_end(shape: PromptFields, fields: dict[str, Any], body: bytes, start: 
     following = names.index(key) + 1 if key in fields else len(names)
     if following < len(names) and names[following].isascii():
         last = max(start, end - MAX_BYTES_AFTER)
-        found = body.rfind(b'"' + names[following].encode() + b'"', last)
-        end = found if found >= 0 else end
+        next_key = body.rfind(b'"' + names[following].encode() + b'"', last)
+        end = next_key if next_key >= 0 else end
     closing = body[max(start, end - MAX_CLOSING_BYTES) : end]
     return end - len(closing) + len(closing.rstrip(CLOSING))

@@ -32,9 +32,9 @@ MAX_TEXT = 512  # characters at the end
 def id_in_headers(special: Mapping[bytes, bytes]) -> bytes:
     """Return the session's id, or nothing."""
     for name in HEADERS:
-        if found := special.get(name):
+        if value := special.get(name):
             agent = special.get(AGENT)
-            return found if agent is None else b"%b %b" % (found, agent)
+            return value if agent is None else b"%b %b" % (value, agent)
     return b""
 
 

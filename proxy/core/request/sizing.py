@@ -54,20 +54,20 @@ class Sizer:
         """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is None:
             return self._priors[model, route].base
-        found = tenant.learned.get((model, route))
-        return found if found is not None else self._priors[model, route].median()
+        learned = tenant.learned.get((model, route))
+        return learned if learned is not None else self._priors[model, route].median()
 
     def _learning_rates(self, info: RequestInfo) -> LearnedSizes:
         tenant, prior = info.tenant, self.prior(info.model, info.route)
         if tenant is None:
             return prior.base
-        key, known = (info.model, info.route), tenant.learned
-        own = known.pop(key, None)
+        key, learned = (info.model, info.route), tenant.learned
+        own = learned.pop(key, None)
         if own is None:
             own = prior.new_sizes()
-            if len(known) >= MAX_RATES_PER_TENANT:
-                del known[next(iter(known))]
-        known[key] = own
+            if len(learned) >= MAX_RATES_PER_TENANT:
+                del learned[next(iter(learned))]
+        learned[key] = own
         prior.update(tenant.name, own)
         return own
 
@@ -93,10 +93,10 @@ class Sizer:
         info = RequestInfo(
             request_id, route.name, model, body_bytes, prompt, error, largest, output
         )
-        least = _least_text_tokens(learned, text - tools)  # templates may omit tools
+        least_prompt = _least_text_tokens(learned, text - tools)  # templates may omit tools
         # Template and image tokens are guesses.
         is_guess = extent.guessed or route.shape in TEMPLATED
-        info.least_prompt = least if is_guess else least + tokens
+        info.least_prompt = least_prompt if is_guess else least_prompt + tokens
         info.samples, info.prompts = samples * extent.prompts, extent.prompts
         info.text_bytes, info.tool_bytes = extent.text, tools
         info.extra_tokens = extent.tokens
@@ -206,10 +206,10 @@ def shrink_to_fit(info: RequestInfo, context: int, *, cuts_output: bool) -> None
     """
     stated = info.output_tokens
     output = info.generates if cuts_output or stated is None else stated
-    least = info.least_prompt
-    if least < 0:
-        least = info.largest_prompt - info.prompt_error
-    if least + output > context:
+    least_prompt = info.least_prompt
+    if least_prompt < 0:
+        least_prompt = info.largest_prompt - info.prompt_error
+    if least_prompt + output > context:
         return
     if (stated or 0) > context and info.route not in ANY_LIMIT:
         return
@@ -230,9 +230,9 @@ def use_known_prefix(info: RequestInfo, tokens: int, size: int) -> None:
     info.sure_prompt = first - error
     whole = max(info.bytes_before + info.prefix_bytes, info.text_bytes)
     rest = max(whole - size, 0) / whole
-    found = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
-    info.prompt_tokens = info.largest_prompt = found
-    info.prompt_error = int(max(error * rest, min(error, MIN_BAND * found)))
+    estimate = min(max(tokens + int(first * rest), first - error, 1), first + 2 * error)
+    info.prompt_tokens = info.largest_prompt = estimate
+    info.prompt_error = int(max(error * rest, min(error, MIN_BAND * estimate)))
 
 
 def enlarge(info: RequestInfo, limit: int, short_limit: int) -> RequestInfo:
@@ -265,10 +265,10 @@ def _read_output_limit(route: Route, body: dict[str, Any]) -> tuple[int | None, 
 
 def _read_samples(value: object) -> int:
     """Return the samples; unclear text may mean any number to a worker."""
-    found = parse_count(value)
-    if found is None and type(value) is str:
+    count = parse_count(value)
+    if count is None and type(value) is str:
         return MAX_SAMPLES
-    return found or 1
+    return count or 1
 
 
 def _apply_truncation(info: RequestInfo, prompts: int, max_tokens: int | None = None) -> None:

@@ -107,15 +107,15 @@ def json_bytes(value: JSON) -> int:
 
 def _text_length(value: JSON) -> int:
     """Return the length of all texts, plus 2 per other value."""
-    found, left = 0, [value]
+    length, left = 0, [value]
     while left:
         item = left.pop()
-        found += len(item) if type(item) is str else 2
+        length += len(item) if type(item) is str else 2
         if type(item) is list:
             left += item
         elif type(item) is dict:
             left += item.values()
-    return found
+    return length
 
 
 def _longest_prompt(prompts: list[JSON]) -> int:
@@ -193,9 +193,9 @@ def _add_part(extent: PromptExtent, part: dict[str, JSON], *, nested: bool) -> N
     kind = part.get("type")
     if type(kind) is not str:
         kind = " ".join(part)  # {"image_url": "..."} is valid too
-    for word, which in KINDS:
+    for word, medium in KINDS:
         if word in kind:
-            _add_medium(extent, which, 1)
+            _add_medium(extent, medium, 1)
             return
     if EMBEDDED in kind:
         tokens = 1 + json_bytes(part) // EMBEDDED_BYTES

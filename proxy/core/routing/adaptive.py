@@ -154,32 +154,40 @@ def find_cache_wait(view: View, cost_s: float, other: Worker) -> CacheWait | Non
 def cheapest_wait(full: list[Worker], view: View, cost_s: float, latest: float) -> CacheWait | None:
     """Return a wait that costs less than `cost_s` and ends before `latest`."""
     now, least_s = view.now, cost_s
-    found: CacheWait | None = None
+    best: CacheWait | None = None
     for worker in full:
         own_s, wait_s = cost_after_wait(worker, view)
         until = min(now + MAX_CACHE_WAIT * (cost_s - own_s), latest, view.wait_until)
         if own_s + wait_s < least_s and now + wait_s < latest and now < until:
             least_s = own_s + wait_s
-            found = CacheWait(
-                worker, wait_s, until, only=False, placed=worker.remote_load.total_placed
+            best = CacheWait(
+                worker,
+                wait_s,
+                until,
+                others_late=False,
+                placed_elsewhere=worker.remote_load.total_placed,
             )
-    return found
+    return best
 
 
 def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
     """Return a wait after which the full worker itself is in time."""
     now, least_s = view.now, inf
-    found: CacheWait | None = None
+    best: CacheWait | None = None
     for worker in full:
         own_s, wait_s = cost_after_wait(worker, view)
         cached = worker.cached_tokens(view.cached_prefixes)
         until = view.first_token_due - worker.ttft_s(view.info, now, cached)
         if own_s + wait_s < least_s and now + wait_s < until:
             least_s = own_s + wait_s
-            found = CacheWait(
-                worker, wait_s, until, only=True, placed=worker.remote_load.total_placed
+            best = CacheWait(
+                worker,
+                wait_s,
+                until,
+                others_late=True,
+                placed_elsewhere=worker.remote_load.total_placed,
             )
-    return found
+    return best
 
 
 def cost_after_wait(worker: Worker, view: View) -> tuple[float, float]:
@@ -219,8 +227,8 @@ def handover_offers(candidates: list[Worker], costs: list[float], view: View) ->
 
 def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Worker:
     """Return the worker with the least cost; ties go to fit, load, turn."""
-    near = min(costs) * (1.0 + EQUAL_COST_SHARE) + EQUAL_COST_S
-    close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= near]
+    highest = min(costs) * (1.0 + EQUAL_COST_SHARE) + EQUAL_COST_S
+    close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= highest]
     return min(close, key=SUITS_LONG if long else SUITS_SHORT) if len(close) > 1 else close[0]
 
 

@@ -24,7 +24,6 @@ def cached_tokens(
 
 
 def session_of(roster: Roster, info: RequestInfo) -> Session | None:
-    """Return the session that a prompt extends."""
     session = roster.sessions.get(info.session) if info.session else None
     if session is None or not session.visits:
         return None

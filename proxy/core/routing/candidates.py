@@ -37,17 +37,17 @@ def find_candidates(
     prefixes = cached_tokens(roster, info, matches, session)
     holders = _cache_holders(roster, matches, session) if pool.ranked and prefixes else []
     if info.pinned:
-        found = _pinned_worker(roster, info, now)
+        workers = _pinned_worker(roster, info, now)
     else:
-        found = pool.available_workers(info, now, roster.ejections.ejected, holders)
+        workers = pool.available_workers(info, now, roster.ejections.ejected, holders)
     if tried:
-        found = [worker for worker in found if worker not in tried]
+        workers = [worker for worker in workers if worker not in tried]
     if attempts.paused:
-        found = [worker for worker in found if worker not in attempts.paused] or found
-    if not found and not info.pinned and (info.prompt_error or attempts.continues):
-        found = _possible_holders(pool, info, now, attempts)
+        workers = [worker for worker in workers if worker not in attempts.paused] or workers
+    if not workers and not info.pinned and (info.prompt_error or attempts.continues):
+        workers = _possible_holders(pool, info, now, attempts)
     why_whole = attempts.why_whole or info.why_whole
-    view = View(info, now, found, pool, traffic, prefixes, tried, why_whole, info.explain)
+    view = View(info, now, workers, pool, traffic, prefixes, tried, why_whole, info.explain)
     view.cache_holders = holders if pool.ranked else pool.all
     view.session = session
     return view

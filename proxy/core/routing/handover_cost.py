@@ -28,7 +28,7 @@ from proxy.core.model.types import RequestInfo
 from proxy.core.routing.candidates import find_due_trial
 from proxy.core.routing.view import View, fits
 
-DECODE = Role.DECODE  # alias: see parser.py
+DECODE = Role.DECODE  # faster than an enum look-up
 FALLBACK_WAIT_SHARE = 0.5  # of the longest wait, before the fallbacks
 
 
@@ -120,7 +120,7 @@ def choose_other_decode(
     info, prefill_leg, handover = lease.info, lease.prefill, lease.decision.handover
     if prefill_leg is None or handover is None:
         return None
-    found = [
+    ranked = [
         (wait_s, worker.requests, worker.last_used, worker)
         for worker in workers
         if worker.role is DECODE
@@ -132,7 +132,7 @@ def choose_other_decode(
         and not links.is_unusable(prefill_leg.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=info.long)) + handover.transfer_s <= within_s
     ]
-    return min(found)[-1] if found else None
+    return min(ranked)[-1] if ranked else None
 
 
 def consider_handover(decision: Decision, view: View) -> Decision | None:

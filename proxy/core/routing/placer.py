@@ -63,9 +63,9 @@ class Placer:
         self.roster.rank_by(self.rule.rank)
 
     def place(
-        self, info: RequestInfo, now: float, attempts: Attempts, *, free: bool
+        self, info: RequestInfo, now: float, attempts: Attempts, *, none_ahead: bool
     ) -> Lease | Refusal | CacheWait | None:
-        """Place a request that arrives or is retried; `free`: it goes ahead of no other."""
+        """Place a request that arrives or is retried; `none_ahead`: no other request waits."""
         is_new = not attempts.is_retry
         view, decision = self.decide(info, now, attempts, wait_since=now if is_new else None)
         if view.cache_wait is not None and not self._has_room_to_wait(view):
@@ -76,7 +76,7 @@ class Placer:
             refusal = placed_too_late(self.settings.admission or NO_TARGETS, info, decision, now)
             if refusal is not None:
                 return self.count_refusal(info.model, refusal)
-        return self._charge(view, decision, attempts, free=free)
+        return self._charge(view, decision, attempts, none_ahead=none_ahead)
 
     def place_queued(self, ticket: Ticket, now: float) -> Lease | Refusal | CacheWait | None:
         info, attempts, waited_s = ticket.info, ticket.attempts, now - ticket.since
@@ -88,9 +88,11 @@ class Placer:
         )
         if decision is None:
             return view.cache_wait
-        return self._charge(view, decision, attempts, free=False)
+        return self._charge(view, decision, attempts, none_ahead=False)
 
-    def _charge(self, view: View, decision: Decision, attempts: Attempts, *, free: bool) -> Lease:
+    def _charge(
+        self, view: View, decision: Decision, attempts: Attempts, *, none_ahead: bool
+    ) -> Lease:
         """Charge a request to the chosen workers and to its tenant, and count the decision."""
         info, now, worker = view.info, view.now, decision.worker
         if view.pool.num_decodes and self.settings.transfer:
@@ -106,7 +108,7 @@ class Placer:
             decision.turn = candidate_rules.turn_of(view, worker)
             lease.session = self.roster.sessions.get_or_create(info.session, now)
         if info.tenant is not None:
-            info.bill.free, handover = free, decision.handover
+            info.bill.free, handover = none_ahead, decision.handover
             cached = decision.cached_tokens if handover is None else handover.cached_tokens
             fairness.charge(self.settings.fairness, info.tenant, info, cached)
         if info.prefix:  # a decode worker has it after the transfer: see `lease_book`
@@ -143,7 +145,7 @@ class Placer:
             if decision is None:
                 if wait_since is not None:
                     self._allow_wait(view, wait_since)
-                decision = self._decide(view, aged=aged, late=late)
+                decision = self._decide_once(view, aged=aged, late=late)
             if decision is None or not self._is_filled(decision, now):
                 return view, decision
 
@@ -173,7 +175,7 @@ class Placer:
             return True
         return roster.is_filled_elsewhere(decision.worker, now)
 
-    def _decide(self, view: View, *, aged: bool, late: bool) -> Decision | None:
+    def _decide_once(self, view: View, *, aged: bool, late: bool) -> Decision | None:
         info = view.info
         if info.deadline < inf and view.offer is None:
             candidate_rules.keep_in_time(view)
@@ -205,7 +207,7 @@ class Placer:
 
     def _has_room_to_wait(self, view: View) -> bool:
         queue, more, wait = self.queue, amounts_of(view.info), view.cache_wait
-        if wait is not None and wait.only:
+        if wait is not None and wait.others_late:
             return queue.make_room(more, self.place_queued, view.now)
         return queue.has_room(more)
 
@@ -291,8 +293,8 @@ class Placer:
             for w in self.roster.workers_of(info.model)
         )
         if decision is not None:
-            asked = view.pool.num_decodes and self.settings.transfer
-            verdict = handover_cost.handover_verdict(decision, view) if asked else ""
+            hands_over = view.pool.num_decodes and self.settings.transfer
+            verdict = handover_cost.handover_verdict(decision, view) if hands_over else ""
             turn = candidate_rules.turn_of(view, decision.worker) if info.session else ""
             return replace(decision, scores=scores, verdict=verdict, turn=turn)
         return replace(self._explain_wait(view), scores=scores)

@@ -47,13 +47,15 @@ class View:
     session: Session | None = None  # that the prompt extends
     cache_holders: Sequence[Worker] = ()  # of its cache, among many workers
     cache_waits: CacheWaits | None = None  # None: it may not wait for a cache
-    first_token_due: float = inf  # if it may
-    wait_until: float = inf  # the longest, if others are in time
+    first_token_due: float = inf  # of a request that may wait for a cache
+    wait_until: float = inf  # end of the longest wait, if other workers are in time
     cache_wait: CacheWait | None = None  # why no worker is chosen
 
 
 @dataclass(slots=True)
 class HandoverOffer:
+    """A prefill worker that can take the prefill leg of one request."""
+
     prefill: Worker
     prefill_s: float  # until its response
     cached_tokens: int  # on the prefill worker
@@ -91,12 +93,12 @@ class HandoverOffer:
         Its pace is learned from short prompts; for long ones the prefill worker's counts. Chunks
         stall decodes for all but one step. A hand-over waits for a slot only after its prefill.
         """
-        tokens, here, there = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
-        token_s = here.token_s
-        if there.handover_tokens and there.token_s > token_s:
-            token_s += (there.token_s - token_s) * min(tokens / there.handover_tokens, 1.0)
+        tokens, pace, remote = self.tokens_to_transfer(worker, view), worker.pace, self.prefill.pace
+        token_s = pace.token_s
+        if remote.handover_tokens and remote.token_s > token_s:
+            token_s += (remote.token_s - token_s) * min(tokens / remote.handover_tokens, 1.0)
         prefill_s = token_s * tokens
-        lost_s = max(prefill_s - here.step_s(worker.num_decoding), PREFILL_STALL_SHARE * prefill_s)
+        lost_s = max(prefill_s - pace.step_s(worker.num_decoding), PREFILL_STALL_SHARE * prefill_s)
         others_s = lost_s * (worker.num_decoding + worker.foreign_requests)
         more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
         later_shorts_s = self.shorts_per_s * prefill_s * prefill_s / 2.0

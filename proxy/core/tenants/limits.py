@@ -70,26 +70,26 @@ class TokenBucket:
     ) -> None:
         """Create a bucket; it has one of `parts` equal parts of the limit."""
         self.per_minute = per_minute
-        self._each_s = MINUTE * parts / per_minute
+        self._unit_s = MINUTE * parts / per_minute
         self._cells = array("d", [0.0]) if cells is None else cells
         self._at = at
 
     def remaining(self, now: float) -> float:
         """Return the rest; may be negative."""
-        return self.per_minute - self.reset_s(now) / self._each_s
+        return self.per_minute - self.reset_s(now) / self._unit_s
 
     def reset_s(self, now: float) -> float:
         return max(self._cells[self._at] - now, 0.0)
 
     def wait_s(self, now: float, amount: float) -> float:
         """Return the time until available; larger amounts need a full bucket."""
-        wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
+        wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._unit_s, MINUTE) - MINUTE
         return wait if wait > ROUNDING_S else 0.0
 
     def charge(self, now: float, amount: float) -> None:
         """Take or return an amount unconditionally."""
         cells, at = self._cells, self._at
-        cells[at] = max(cells[at], now) + amount * self._each_s
+        cells[at] = max(cells[at], now) + amount * self._unit_s
 
     def state(self, now: float) -> BucketState:
         remaining = max(int(self.remaining(now)), 0)
@@ -124,7 +124,7 @@ class RemoteLimits(Protocol):
     def take_from_advance(self, tokens: int) -> bool:
         """Admit a request from what is charged in advance; False if that is not enough."""
 
-    def request_decision(self, tokens: int, done: Decided) -> PendingDecision | None:
+    def request_decision(self, tokens: int, on_decided: Decided) -> PendingDecision | None:
         """Have the server decide a request; None if this host decides."""
 
     def charge(self, requests: int, tokens: int, *, soon: bool) -> None:
@@ -251,9 +251,9 @@ class TenantUsage:
         return None
 
     def _find_exceeded(self, now: float, elsewhere: int, tokens: int) -> LimitExceeded | None:
-        most, requests, bucket = self._concurrency, self._requests, self._tokens
-        if most is not None and self.running + elsewhere >= most:
-            return self._exceeded(now, Limit.CONCURRENCY, most, CONCURRENCY_RETRY_S)
+        concurrency, requests, bucket = self._concurrency, self._requests, self._tokens
+        if concurrency is not None and self.running + elsewhere >= concurrency:
+            return self._exceeded(now, Limit.CONCURRENCY, concurrency, CONCURRENCY_RETRY_S)
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._exceeded(now, Limit.REQUESTS, requests.per_minute, wait)
         if bucket is not None and (wait := bucket.wait_s(now, tokens)) > 0:

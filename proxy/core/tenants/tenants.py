@@ -103,7 +103,6 @@ class Tenant:
             self.apply_lift(rank, self.lifts[rank] + lacks)
 
     def apply_lift(self, rank: int, lift: float) -> None:
-        """Apply a total lift once."""
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift
             self.standings[rank] += grown
@@ -188,3 +187,8 @@ class Tenants:
         digest = sha256(presented).digest()
         known, tenant = self._keys.get(digest, (b"", None))
         return tenant if hmac.compare_digest(known, digest) else None
+
+
+def allowed_models(models: Iterable[str], tenant: Tenant | None) -> list[str]:
+    """Return the models that a tenant may use; all of them without tenants."""
+    return [model for model in models if tenant is None or tenant.may_use(model)]

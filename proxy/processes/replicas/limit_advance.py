@@ -13,17 +13,18 @@ GROWTH = 2
 class LimitAdvance:
     """A tenant's advance in one process."""
 
-    __slots__ = ("_came", "_since", "_usual", "requests", "tokens")
+    __slots__ = ("_counted", "_since", "_usual", "requests", "tokens")
 
     def __init__(self, now: float) -> None:
         self.requests = self.tokens = 0  # not used yet
         self._since = now
-        self._came = self._usual = (0, 0)  # requests and tokens since then, and in a moment before
+        # Requests and tokens since then, and in a moment before.
+        self._counted = self._usual = (0, 0)
 
     def take(self, tokens: int) -> bool:
         """Use the advance for a request; return False if it is not enough."""
-        requests, before = self._came
-        self._came = requests + 1, before + tokens
+        requests, before = self._counted
+        self._counted = requests + 1, before + tokens
         if self.requests < 1 or self.tokens < tokens:
             return False
         self.requests -= 1
@@ -32,11 +33,11 @@ class LimitAdvance:
 
     def change(self, now: float) -> tuple[int, int]:
         """Return the requests and tokens to ask for; negative ones are given up now."""
-        requests, tokens = self._came
+        requests, tokens = self._counted
         if (passed_s := now - self._since) >= MOMENT_S:
             share = MOMENT_S / passed_s
             self._usual = int(requests * share), int(tokens * share)
-            self._came, self._since = (0, 0), now
+            self._counted, self._since = (0, 0), now
             requests = tokens = 0
         requests, tokens = max(requests, self._usual[0]), max(tokens, self._usual[1])
         if requests < MIN_REQUESTS:

@@ -53,12 +53,14 @@ class ServerState(Enum):
 class ReportedCharges(NamedTuple):
     """A tenant's charges that a call reports to the server."""
 
-    call: int  # its number
+    call: int  # number of the call
     requests: int
     tokens: int
 
 
-class Answer(NamedTuple):
+class TenantReply(NamedTuple):
+    """The server's reply on one tenant."""
+
     requests_s: float  # until the bucket is full
     tokens_s: float
     elsewhere: int  # requests in flight in other processes
@@ -66,11 +68,11 @@ class Answer(NamedTuple):
     verdicts: list[tuple[Limit | None, float]]  # what each new request exceeds, and for how long
 
     @classmethod
-    def read(cls, found: Sequence[int], requests: int) -> Answer:
-        """Read the script's answer; raise an error if it is for another number of requests."""
-        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *pairs = found
+    def read(cls, reply: Sequence[int], requests: int) -> TenantReply:
+        """Read the script's reply; raise an error if it is for another number of requests."""
+        requests_us, tokens_us, elsewhere, ahead_requests, ahead_tokens, *pairs = reply
         if len(pairs) != 2 * requests:
-            raise ValueError("an answer for another number of requests")
+            raise ValueError("a reply for another number of requests")
         verdicts = [
             (LIMITS[limit] if limit else None, wait_us * MICRO)
             for limit, wait_us in zip(pairs[::2], pairs[1::2], strict=True)
@@ -84,9 +86,9 @@ class LimitRequest:
 
     __slots__ = ("done", "tokens")
 
-    def __init__(self, tokens: int, done: Decided) -> None:
+    def __init__(self, tokens: int, on_decided: Decided) -> None:
         self.tokens = tokens
-        self.done: Decided | None = done  # None: the client has left
+        self.done: Decided | None = on_decided  # None: the client has left
 
     def drop(self) -> None:
         self.done = None
@@ -119,11 +121,11 @@ class TenantLimits:
         self.tenant.ledger.charge_known(self._limiter.clock(), 1, tokens)
         return True
 
-    def request_decision(self, tokens: int, done: Decided) -> LimitRequest | None:
+    def request_decision(self, tokens: int, on_decided: Decided) -> LimitRequest | None:
         """Have the server decide a request; None if this process decides."""
         if not self._limiter.is_up:
             return None
-        request = LimitRequest(tokens, done)
+        request = LimitRequest(tokens, on_decided)
         self.waiting.append(request)
         self._limiter.call_soon_for(self)
         return request
@@ -196,8 +198,8 @@ class SharedLimiter:
         self._settled_at = 0.0
         self._call_is_due = False  # the next call is arranged, or follows the reply
         self._deadline = ReplyDeadline(settings.timeout_s, self._reply_is_late)
-        self._lost = asyncio.Event()  # the connection
-        self._defect: Exception | None = None
+        self._disconnected = asyncio.Event()
+        self._fatal_error: Exception | None = None
         self._timer = EarliestTimer(self._call_soon)
         self._follow_tenants()
 
@@ -215,13 +217,14 @@ class SharedLimiter:
         self._timer.start(delay_s)
 
     def _follow_tenants(self) -> None:
-        """Follow the tenants of the fleet file."""
         if self._edition == self._tenants.edition:
             return
         self._edition = self._tenants.edition
-        here = set(self._tenants)
-        self._known = {tenant: each for tenant, each in self._known.items() if tenant in here}
-        for tenant in here - self._known.keys():
+        tenants = set(self._tenants)
+        self._known = {
+            tenant: limits for tenant, limits in self._known.items() if tenant in tenants
+        }
+        for tenant in tenants - self._known.keys():
             tenant.ledger.remote_limits = self._known[tenant] = TenantLimits(self, tenant)
         self._divide_limits()
 
@@ -235,7 +238,7 @@ class SharedLimiter:
         """Decide until cancelled."""
         try:
             while True:
-                self._lost.clear()
+                self._disconnected.clear()
                 if self._connection is None:
                     await self._connect()
                 if self._connection is not None:
@@ -245,11 +248,11 @@ class SharedLimiter:
                 if self.is_up:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(BEAT_S):
-                            await self._lost.wait()
+                            await self._disconnected.wait()
                 else:
                     await asyncio.sleep(DOWN_PAUSE_S)
-                if self._defect is not None:
-                    raise self._defect
+                if self._fatal_error is not None:
+                    raise self._fatal_error
         finally:
             if self._in_flight is not None:
                 self._in_flight, self._call_is_due = None, False
@@ -324,26 +327,26 @@ class SharedLimiter:
         try:
             if isinstance(reply, Exception):
                 raise reply
-            answers = [
-                Answer.read(answer, len(call.waiting))
-                for call, answer in zip(calls, reply if calls else (), strict=True)
+            tenant_replies = [
+                TenantReply.read(part, len(call.waiting))
+                for call, part in zip(calls, reply if calls else (), strict=True)
             ]
         except Exception as error:  # requests go on after any error
             self._call_failed(calls, error)
             return
         self._note_up()
         try:
-            for call, answer in zip(calls, answers, strict=True):
+            for call, tenant_reply in zip(calls, tenant_replies, strict=True):
                 limits = call.limits
                 limits.unanswered = None
-                self._apply_answer(limits, call.waiting, answer)
+                self._apply_reply(limits, call.waiting, tenant_reply)
                 if limits.waiting:
                     self.call_soon_for(limits)
                 elif limits.has_unreported or limits.advance.requests:
                     self.report_within(limits, MOMENT_S)
         except Exception as error:  # a defect; this process must not go on with lost requests
-            self._defect = error
-            self._lost.set()
+            self._fatal_error = error
+            self._disconnected.set()
         if is_due:
             self._call_soon()
 
@@ -360,14 +363,14 @@ class SharedLimiter:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-            self._lost.set()
+            self._disconnected.set()
 
     def _arguments(self, call: TenantCall) -> list[Any]:
         """Return a tenant's arguments of the script, in the order of `limits.lua`."""
         limits, charges, more_advance, waiting = call
         now, tenant = self.clock(), limits.tenant
         allowed = tenant.spec.limits
-        most = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
+        allowances = allowed.requests_per_minute, allowed.tokens_per_minute, allowed.concurrency
         return [
             charges.call,
             tenant.ledger.running + limits.advance.requests,
@@ -375,7 +378,7 @@ class SharedLimiter:
             charges.tokens,
             int(limits.unanswered is not None),
             *(max(full_at - now, 0.0) for full_at in limits.full_at),
-            *(NO_LIMIT if limit is None else limit for limit in most),
+            *(NO_LIMIT if limit is None else limit for limit in allowances),
             limits.advance.requests,
             limits.advance.tokens,
             *more_advance,
@@ -383,17 +386,17 @@ class SharedLimiter:
             *(request.tokens for request in waiting),
         ]
 
-    def _apply_answer(
-        self, limits: TenantLimits, waiting: list[LimitRequest], answer: Answer
+    def _apply_reply(
+        self, limits: TenantLimits, waiting: list[LimitRequest], reply: TenantReply
     ) -> None:
         now, ledger = self.clock(), limits.tenant.ledger
-        limits.full_at = now + answer.requests_s, now + answer.tokens_s
+        limits.full_at = now + reply.requests_s, now + reply.tokens_s
         if self.is_up:
             limits.known_at = now
-            ledger.apply_reported(*limits.full_at, answer.elsewhere)
-            limits.advance.add(*answer.advance)
+            ledger.apply_reported(*limits.full_at, reply.elsewhere)
+            limits.advance.add(*reply.advance)
             ledger.charge_known(now, -limits.advance.requests, -limits.advance.tokens)
-        for request, (limit, wait_s) in zip(waiting, answer.verdicts, strict=True):
+        for request, (limit, wait_s) in zip(waiting, reply.verdicts, strict=True):
             exceeded = None
             if limit is not None:
                 exceeded = ledger.exceeded_on_server(now, limit, wait_s or CONCURRENCY_RETRY_S)

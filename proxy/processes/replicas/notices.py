@@ -42,7 +42,7 @@ class Notices:
         match message:
             case StoredResponses(responses):
                 for response in responses:
-                    _keep(self._responses, response[0], response, MAX_RESPONSES)
+                    _keep_newest(self._responses, response[0], response, MAX_RESPONSES)
                     self._new_responses.append(response)
             case WorkerDrained():
                 self._drain_elsewhere(message)
@@ -61,7 +61,7 @@ class Notices:
         if update.whole:
             update.drains = {**self._drains, **self._new_drains}
             newest = dict.fromkeys(list(self._responses.values())[-MAX_RESPONSES_SENT:])
-            responses = [*(found for found in responses if found not in newest), *newest]
+            responses = [*(response for response in responses if response not in newest), *newest]
         update.responses, self._new_drains = responses, {}
 
     def apply(self, update: Update) -> None:
@@ -69,11 +69,11 @@ class Notices:
         for name, state in update.drains.items():
             at, draining, at_once = state
             if at > self._drains.get(name, NEVER_DRAINED)[0]:
-                _keep(self._drains, name, state, MAX_DRAINS)
+                _keep_newest(self._drains, name, state, MAX_DRAINS)
                 self._send(WorkerDrained(name, draining, at_once))
-        new = [found for found in update.responses if found[0] not in self._responses]
+        new = [response for response in update.responses if response[0] not in self._responses]
         for response in new:
-            _keep(self._responses, response[0], response, MAX_RESPONSES)
+            _keep_newest(self._responses, response[0], response, MAX_RESPONSES)
         if new:
             self._send(StoredResponses(tuple(new)))
 
@@ -83,10 +83,10 @@ class Notices:
         # Later than the change that it follows, even if another host's time of day is ahead.
         state = max(time.time(), known_at + LATER_S), message.draining, message.at_once
         self._new_drains[message.name] = state
-        _keep(self._drains, message.name, state, MAX_DRAINS)
+        _keep_newest(self._drains, message.name, state, MAX_DRAINS)
 
 
-def _keep(known: dict[str, Value], name: str, value: Value, limit: int) -> None:
-    known[name] = value
-    if len(known) > limit:
-        del known[next(iter(known))]
+def _keep_newest(values: dict[str, Value], name: str, value: Value, limit: int) -> None:
+    values[name] = value
+    if len(values) > limit:
+        del values[next(iter(values))]

@@ -26,11 +26,11 @@ NO_PASSWORD = "HELLO must be called with the client already authenticated", "NOA
 
 def check(settings: SharedConfig) -> None:
     """Raise `ProxyError` if the settings cannot be used here at all."""
-    found = client(settings, password=None)
+    server = client(settings, password=None)
     if not settings.cluster:
         unusable = server_errors()
         try:
-            found.connection_pool.make_connection()  # connects later
+            server.connection_pool.make_connection()  # connects later
         except unusable as error:
             raise ProxyError(f"{PATH}.url: {error}") from None
     if (file := settings.ca_file) is not None:
@@ -110,18 +110,18 @@ class RedisConnection(asyncio.Protocol):
     async def ask(self, *words: Any) -> Any:
         if self.error is not None:
             raise self.error
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def replied(found: Any) -> None:
-            if reply.done():
+        def replied(reply: Any) -> None:
+            if result.done():
                 return
-            if isinstance(found, Exception):
-                reply.set_exception(found)
+            if isinstance(reply, Exception):
+                result.set_exception(reply)
             else:
-                reply.set_result(found)
+                result.set_result(reply)
 
         self.send(*words, replied=replied)
-        return await reply
+        return await result
 
     def pause_reading(self, pause_s: float) -> None:
         self._transport.pause_reading()
@@ -150,11 +150,11 @@ class RedisConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         reader.feed(data)
-        while (found := reader.gets()) is not False:
-            if not isinstance(found, self._pushes) or found[0] == b"subscribe":
-                self._waiting.popleft()(found) if self._waiting else self._check(found)
-            elif found[0] == b"message":
-                self._received(found[2])
+        while (reply := reader.gets()) is not False:
+            if not isinstance(reply, self._pushes) or reply[0] == b"subscribe":
+                self._waiting.popleft()(reply) if self._waiting else self._check(reply)
+            elif reply[0] == b"message":
+                self._received(reply[2])
 
     def connection_lost(self, error: Exception | None) -> None:
         self.fail(error or ConnectionError("the server closed the connection"))

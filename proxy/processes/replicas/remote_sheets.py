@@ -155,7 +155,6 @@ class RemoteSheets:
         return list(self._folded_names)
 
     def write_new_rows(self, names: list[str]) -> None:
-        """Write workers that have new rows on this host."""
         for member in self.members.values():
             for process in member.processes.values():
                 for name in names:
@@ -209,8 +208,8 @@ class RemoteSheets:
             member.is_lost = True
             return
         if whole:
-            gone = process.loads.keys() - part.loads.keys()
-            part.loads.update(dict.fromkeys(gone, (NO_LOAD, 0.0)))
+            ended_rows = process.loads.keys() - part.loads.keys()
+            part.loads.update(dict.fromkeys(ended_rows, (NO_LOAD, 0.0)))
             part.usage.update(dict.fromkeys(process.usage.keys() - part.usage.keys(), NO_USAGE))
         sheet, offset = self._table.sheet(process.index), member.offset
         if part.life != process.life:  # a new process: readers start anew
@@ -280,16 +279,16 @@ class RemoteSheets:
             self._end(member, index)
         del self.members[member.name]
 
-    def _add_history(self, found: dict[str, Settled]) -> None:
+    def _add_history(self, history: dict[str, Settled]) -> None:
         """Add processes that ended, each once."""
         marks: set[int] = set()
-        for name, settled in found.items():
+        for name, settled in history.items():
             if name in self._folded_names:
                 continue  # of a host that has not forgotten it yet
             before = self.history.setdefault(name, {})
             for mark, shares in settled.items():
-                known = before.get(mark, NO_SHARES)
-                if (larger := tuple(map(max, shares, known))) != known:
+                shares_before = before.get(mark, NO_SHARES)
+                if (larger := tuple(map(max, shares, shares_before))) != shares_before:
                     before[mark] = larger
                     marks.add(mark)
         charges = sum(map(len, self.history.values()))
@@ -305,7 +304,6 @@ class RemoteSheets:
         self._write_history(marks)
 
     def _learn_folded(self, folded: Settled, names: list[str]) -> None:
-        """Learn what others have folded, as a new host."""
         if self._folded_names or not names:
             return
         self.folded, self._folded_names = folded, dict.fromkeys(names)
@@ -318,8 +316,8 @@ class RemoteSheets:
         for mark in marks:
             if (row := self._table.tenant_row(mark)) is not None:
                 ended = (*self.history.values(), self.folded)
-                known = [charges.get(mark, NO_SHARES) for charges in ended]
-                settled = tuple(map(sum, zip(*known, strict=True)))
+                shares = [charges.get(mark, NO_SHARES) for charges in ended]
+                settled = tuple(map(sum, zip(*shares, strict=True)))
                 sheet.write_usage(row, TenantRow(settled=settled))
                 sheet.mark_changed(row, TENANT_CHANGES)
 

@@ -231,8 +231,8 @@ class Replication:
     def next_message(self, now: float) -> bytes | None:
         """Return the next update; None if there is nothing to report yet."""
         whole = self._whole and now - self._last_whole >= WHOLE_INTERVAL_S
-        found = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
-        processes = [changes for changes in found if changes is not None]
+        all_changes = [sheet.changes(self.workers, whole=whole) for sheet in self._local]
+        processes = [changes for changes in all_changes if changes is not None]
         due = self._owes_answer or now - self._last_sent >= HEARTBEAT_S
         if not (processes or whole or due or self._gone or self._notices.has_new):
             return None

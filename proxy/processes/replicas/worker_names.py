@@ -19,9 +19,12 @@ class WorkerNames:
 
     def apply(self, changes: WorkersChanged) -> list[str]:
         """Apply the leader's changes; return the names that have new rows."""
-        known = {worker.spec.name for worker in changes.known}
-        for gone in [*changes.removed, *(self._by_name.keys() - known if changes.complete else ())]:
-            self._forget(self._by_name.get(gone, ""))
+        names = {worker.spec.name for worker in changes.known}
+        for removed in [
+            *changes.removed,
+            *(self._by_name.keys() - names if changes.complete else ()),
+        ]:
+            self._forget(self._by_name.get(removed, ""))
         added = []
         for worker in changes.known:
             spec, row = worker.spec, worker.row

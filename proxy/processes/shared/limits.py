@@ -151,9 +151,9 @@ class SharedLimits:
         self._shares.set_remote_waits(tenant, waits)
         sums = (_sums(peer_row) for peer_row in rows_read)
         remote = tuple(map(sum, zip(*sums, strict=True))) or NONE
-        if remote != (known := self._remote[tenant]):
+        if remote != (before_sums := self._remote[tenant]):
             self._remote[tenant] = remote
-            grown = [total - before for total, before in zip(remote, known, strict=True)]
+            grown = [total - before for total, before in zip(remote, before_sums, strict=True)]
             for rank in Rank:
                 settled, unsettled = grown[rank], grown[len(Rank) + rank]
                 tenant.apply_remote_charge(settled + unsettled, unsettled, rank)

@@ -190,10 +190,10 @@ class SharedLoad:
             urgent.report()
 
     def _has_new_breaker(self, worker: Worker) -> bool:
-        known, breaker = self._breakers[worker][1], worker.breaker
-        if breaker.has_no_failures and known is NEW_BREAKER:
+        shared, breaker = self._breakers[worker][1], worker.breaker
+        if breaker.has_no_failures and shared is NEW_BREAKER:
             return False
-        return breaker.snapshot() != known
+        return breaker.snapshot() != shared
 
     def _write_breaker(self, worker: Worker, row: int) -> None:
         now, snapshot = self._clock(), worker.breaker.snapshot()

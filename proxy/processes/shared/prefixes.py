@@ -39,8 +39,8 @@ class PrefixPeer:
         """Return the marks and hashes since the last call."""
         if (life := self.sheet.count(LIFE)) != self._life:
             self._life, self._read = life, 0
-        self._read, found = self.sheet.read_log(self._read)
-        words = array("Q", found)
+        self._read, entries = self.sheet.read_log(self._read)
+        words = array("Q", entries)
         at = 0
         while at < len(words):
             end = at + 1 + (words[at] & LENGTH_MASK)
@@ -129,10 +129,10 @@ class SharedPrefixes:
         self._unread_hashes += len(hashes)
 
     def _pop_unread(self, first: int) -> list[UnreadPrompt]:
-        found = self._unread.pop(first)
-        self._unread_prompts -= len(found)
-        self._unread_hashes -= sum(len(hashes) for _, _, hashes in found)
-        return found
+        entry = self._unread.pop(first)
+        self._unread_prompts -= len(entry)
+        self._unread_hashes -= sum(len(hashes) for _, _, hashes in entry)
+        return entry
 
     def _record_unread(self, first: int) -> None:
         if first not in self._unread:

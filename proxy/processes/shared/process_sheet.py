@@ -187,12 +187,12 @@ class ProcessSheet:
         # Entries that were overwritten during the loop are invalid.
         return (now, rows) if self.count(ring) - since <= RING else (now, None)
 
-    def write_count(self, which: int, value: int) -> None:
-        store(self._memory, self._start + which * WORD, ONE_COUNT.pack(value))
+    def write_count(self, index: int, value: int) -> None:
+        store(self._memory, self._start + index * WORD, ONE_COUNT.pack(value))
 
-    def count(self, which: int) -> int:
+    def count(self, index: int) -> int:
         """Read a number of the head."""
-        value: int = ONE_COUNT.unpack_from(self._memory, self._start + which * WORD)[0]
+        value: int = ONE_COUNT.unpack_from(self._memory, self._start + index * WORD)[0]
         return value
 
     def write_front(self, place: int, rank: int, front: QueueFront) -> None:

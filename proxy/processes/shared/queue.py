@@ -16,7 +16,7 @@ from zlib import crc32
 
 from proxy.core.queue.buckets import IN_ORDER
 from proxy.core.queue.dispatch import NO_TURN
-from proxy.core.queue.request_fifo import Place
+from proxy.core.queue.request_fifo import LONG, SHORT, Place
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING, QueueFront
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HOLD_S = 0.01
 REMOTE_HOLD_S = 0.04  # with queues on other hosts, whose states come later
 STALE_HOLD_S = 1.0  # after this time a hold belongs to an earlier slot
-SIZES = "short", "long"
+SIZES = SHORT, LONG
 EMPTY_FRONT = QueueFront()
 BATCH = Rank.BATCH
 
@@ -51,7 +51,7 @@ class SharedQueues:
         self.processes = len(self._sheets.local)
         queue.cache_waits.processes = self.processes + 1
         self._fronts: dict[tuple[int, Rank], QueueFront] = {}  # this process's fronts, as written
-        self._lasts: dict[str, LastDispatch] = {}
+        self._last_dispatches: dict[str, LastDispatch] = {}
         # Time of the last pass out of order, or of the first hold.
         self._passed_at: dict[Place, float] = {}
         self._changed = False
@@ -82,19 +82,19 @@ class SharedQueues:
         before = self._shared_load.process
         length, size, tokens = (
             any(
-                sheet.count(which) + (at < before) > mine
+                sheet.count(counter) + (at < before) > amount
                 for at, sheet in enumerate(self._sheets.local)
             )
-            for which, mine in zip((WAITING, BYTES, TOKENS), own, strict=True)
+            for counter, amount in zip((WAITING, BYTES, TOKENS), own, strict=True)
         )
         return length, size, tokens
 
     def oldest(self, model: str) -> dict[Rank, float]:
-        found: dict[Rank, float] = {}
+        arrivals: dict[Rank, float] = {}
         for size in SIZES:
             for rank, front in self._fronts_at(Place(model, size)):
-                found[rank] = min(found.get(rank, front.oldest), front.oldest)
-        return found
+                arrivals[rank] = min(arrivals.get(rank, front.oldest), front.oldest)
+        return arrivals
 
     def last_dispatch(self, model: str) -> LastDispatch:
         at = place_index(Place(model, ""))
@@ -154,8 +154,8 @@ class SharedQueues:
             sheet.write_front(*at, fronts.get(at, EMPTY_FRONT))
         self._fronts = fronts
         for model, last in queue.last_dispatches.by_model.items():
-            if self._lasts.get(model) is not last:
-                self._lasts[model] = last
+            if self._last_dispatches.get(model) is not last:
+                self._last_dispatches[model] = last
                 sheet.write_last(place_index(Place(model, "")), last)
         sheet.write_count(WAITING, queue.length)
 

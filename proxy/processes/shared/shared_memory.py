@@ -177,10 +177,10 @@ class SharedTable:
         """
         for row in ((mark + i) % MAX_TENANTS for i in range(MAX_TENANTS)):
             place = self.common + row * WORD
-            there = ONE_COUNT.unpack_from(self.memory, place)[0]
-            if not there:
+            row_mark = ONE_COUNT.unpack_from(self.memory, place)[0]
+            if not row_mark:
                 store(self.memory, place, ONE_COUNT.pack(mark))
-            if there in (0, mark):
+            if row_mark in (0, mark):
                 return row
         return None
 

@@ -29,10 +29,10 @@ def presented_key(head: RequestHead) -> bytes:
 
 def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
     """Set the tenant, and hide the router's headers from workers."""
-    was_judged, head.edition = head.edition >= 0, tenants.edition
+    was_checked, head.edition = head.edition >= 0, tenants.edition
     head.tenant = None
     if tenants.open:
-        if was_judged:
+        if was_checked:
             _give_back(head)
         return None
     head.authorization = b""

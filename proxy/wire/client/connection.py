@@ -22,7 +22,7 @@ from proxy.http.local_responses import refuse
 from proxy.http.request import Request
 from proxy.http.request_parser import HttpRequestParser, ParserState
 from proxy.wire.client.closing import Closing
-from proxy.wire.client.local_endpoints import METRICS, local_answer
+from proxy.wire.client.local_endpoints import METRICS, local_response
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
 from proxy.wire.sockets import socket_of
@@ -57,7 +57,7 @@ class ClientConnection(asyncio.Protocol):
             wire.check_head,
             max_head=wire.settings.max_header_bytes,
             max_body=wire.settings.max_body_bytes,
-            collecting=wire.collecting,
+            body_budget=wire.body_budget,
         )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
@@ -74,7 +74,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         if self._wire.tls is not None:  # the TLS default is 512 KiB
             self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self.write = partial(self._wire.outbox.write, self._transport)
+        self.write = partial(self._wire.write_batch.write, self._transport)
         # `idle_s` limits slow readers, so send probes only.
         enable_keepalive(transport)
         self.limit(self._wire.settings)
@@ -160,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         self._reader.drop()
         self._limit_closing(now)
-        self._wire.outbox.flush()
+        self._wire.write_batch.flush()
         self._transport.close()
 
     def close_for_drain(self, now: float) -> None:
@@ -218,7 +218,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reader.request_taken(request)
             self._serve(now, request)
             if ready and not self._is_serving():
-                self._wire.outbox.flush()  # updates `writable`
+                self._wire.write_batch.flush()  # updates `writable`
         self._is_serving_ready = False
         if self._exchange is not None or self._leaving:
             if len(ready) > MAX_AHEAD_REQUESTS:
@@ -236,14 +236,14 @@ class ClientConnection(asyncio.Protocol):
     def _serve(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._deadline_state = ParserState.NOTHING  # restarts its deadline
-        came_at = self._upload.finish(now)
+        arrived_at = self._upload.finish(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
             wire.check_head(head)  # the key may have been removed
         if head.route is not None and not wire.draining:
             self.deadline = inf
-            self._exchange = wire.begin(self, request, head.route, came_at)
+            self._exchange = wire.begin(self, request, head.route, arrived_at)
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.leaving
@@ -253,12 +253,12 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.start(now)
             return
         if head.route is None and head.refusal is None:
-            self.write(local_answer(wire, request, keep_alive=keep_alive))
+            self.write(local_response(wire, request, keep_alive=keep_alive))
         else:
             refusal = head.refusal or refusals.draining()
-            answer = refuse(refusal, request, keep_alive=keep_alive)
-            wire.count_refused(refusal, answer, request)
-            self.write(answer)
+            response = refuse(refusal, request, keep_alive=keep_alive)
+            wire.count_refused(refusal, response, request)
+            self.write(response)
         self.end_response(now, keep_alive=keep_alive)
 
     def _pause_reading(self) -> None:
@@ -313,13 +313,13 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()
         path = self._reader.path
-        answer = refuse(refusal, request=None, keep_alive=False, request_id=request_id, path=path)
-        self._wire.count_refused(refusal, answer, request_id=request_id)
+        response = refuse(refusal, request=None, keep_alive=False, request_id=request_id, path=path)
+        self._wire.count_refused(refusal, response, request_id=request_id)
         self._reader.drop()
         self._resume_reading()
-        self.write(answer)
+        self.write(response)
         self.deadline = now + self._wire.settings.linger_s
-        self._wire.outbox.flush()
+        self._wire.write_batch.flush()
         if self._transport.can_write_eof():
             self._transport.write_eof()
 

@@ -9,7 +9,8 @@ import orjson
 
 from proxy.core.model import refusals
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.local_responses import answer, refuse
+from proxy.core.tenants.tenants import allowed_models
+from proxy.http.local_responses import refuse, respond
 
 if TYPE_CHECKING:
     from proxy.core.fleet.roster import Roster
@@ -34,7 +35,7 @@ def local_refusal(head: RequestHead) -> Refusal | None:
     return refusals.wrong_method(head.path, head.method, METHODS)
 
 
-def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> bytes:
+def local_response(wire: WireContext, request: Request, *, keep_alive: bool) -> bytes:
     """Return the response for a local path; `MetricsRequest` serves /metrics."""
     roster, head = wire.router.fleet.roster, request.head
     bodiless = head.method == "HEAD"
@@ -47,12 +48,12 @@ def local_answer(wire: WireContext, request: Request, *, keep_alive: bool) -> by
     elif head.path == MODELS:
         body = models(roster, head.tenant)
     elif head.path.startswith(ONE_MODEL):
-        found = model(roster, _named(head.path), head.tenant)
-        if isinstance(found, Refusal):
-            return refuse(found, request, keep_alive=keep_alive)
-        body = found
+        response = model(roster, _named(head.path), head.tenant)
+        if isinstance(response, Refusal):
+            return refuse(response, request, keep_alive=keep_alive)
+        body = response
     headers = [(b"X-Request-Id", request.id)]
-    return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
+    return respond(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
 
 
 def models(roster: Roster, tenant: Tenant | None = None) -> bytes:
@@ -67,13 +68,11 @@ def models(roster: Roster, tenant: Tenant | None = None) -> bytes:
 
 def model(roster: Roster, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
     """Return one model, or the refusal of requests for that model."""
-    known = [
-        model_name for model_name in roster.models() if tenant is None or tenant.may_use(model_name)
-    ]
+    models = allowed_models(roster.models(), tenant)
     if not roster.serves(name):
-        return refusals.model_not_served(name, known, all_listed=roster.all_listed())
-    if name not in known:
-        return refusals.not_allowed(name, known)
+        return refusals.model_not_served(name, models, all_listed=roster.all_listed())
+    if name not in models:
+        return refusals.not_allowed(name, models)
     served = roster.contexts()
     if name not in served:
         return refusals.no_worker(name)

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from proxy.core.model.types import Reason, Refusal
-from proxy.http.local_responses import answer, refuse
+from proxy.http.local_responses import refuse, respond
 
 if TYPE_CHECKING:
     from proxy.http.request import Request
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPENMETRICS = b"application/openmetrics-text"
-Found = asyncio.Task[tuple[bytes, str]]
+WrittenPage = asyncio.Task[tuple[bytes, str]]
 
 
 class MetricsRequest:
@@ -27,18 +27,18 @@ class MetricsRequest:
         self._wire = wire
         self._client = client
         self._request = request
-        self._found: Found | None = None
+        self._writing: WrittenPage | None = None
 
     def start(self, now: float) -> None:  # noqa: ARG002
         self._wire.local_requests.add(self)
         openmetrics = OPENMETRICS in self._request.head.special.get(b"accept", b"")
-        self._found = asyncio.ensure_future(self._wire.write_metrics(openmetrics))
-        self._found.add_done_callback(self._answer)
+        self._writing = asyncio.ensure_future(self._wire.write_metrics(openmetrics))
+        self._writing.add_done_callback(self._respond)
 
-    def _answer(self, found: Found) -> None:
-        if found.cancelled():
+    def _respond(self, written: WrittenPage) -> None:
+        if written.cancelled():
             return
-        error = found.exception()
+        error = written.exception()
         if self not in self._wire.local_requests:  # the client has left
             return
         self._wire.remove_local_request(self)
@@ -51,10 +51,10 @@ class MetricsRequest:
             )
             self._client.write(refuse(refusal, request, keep_alive=keep_alive))
         else:
-            body, kind = found.result()
+            body, kind = written.result()
             headers = [(b"X-Request-Id", request.id)]
             bodiless = request.head.method == "HEAD"
-            page = answer(
+            page = respond(
                 200, body, kind.encode(), headers=headers, keep_alive=keep_alive, bodiless=bodiless
             )
             self._client.write(page)
@@ -67,8 +67,8 @@ class MetricsRequest:
         """Do nothing."""
 
     def client_left(self, now: float) -> None:  # noqa: ARG002
-        if self._found is not None:
-            self._found.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
         self._wire.remove_local_request(self)
 
     def end_for_shutdown(self, now: float) -> None:

@@ -28,9 +28,9 @@ class UploadDeadline:
 
     def finish(self, now: float) -> float:
         """Return when the request arrived, and reset."""
-        came_at = min(self._came_at, now)
+        arrived_at = min(self._came_at, now)
         self.reset()
-        return came_at
+        return arrived_at
 
     def due(self, now: float, settings: WireSettings, *, in_body: bool, body_begins: bool) -> float:
         """Return the deadline for the rest of the request."""
@@ -50,7 +50,7 @@ class UploadDeadline:
         return Refusal(408, Reason.BAD_REQUEST, "the request took too long to arrive")
 
     def _body_due(self, settings: WireSettings) -> float:
-        least = settings.body_min_bytes_per_s
-        if not least:
+        min_rate = settings.body_min_bytes_per_s
+        if not min_rate:
             return inf
-        return self._body_at + settings.client_idle_s + self._body_bytes / least
+        return self._body_at + settings.client_idle_s + self._body_bytes / min_rate

@@ -17,10 +17,10 @@ from proxy.wire.exchange.continuation import (
     attempts_elsewhere,
     broken_message,
     continue_after_failure,
-    expect_rest,
+    expect_repeated,
     is_silent,
     move_stream,
-    rest_of,
+    remove_repeated,
 )
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import (
@@ -107,12 +107,12 @@ class Attempt:
         pool = wire.pools.pool_for(lease.worker)
         pool.send(now, self, to_worker(request, pool, body_with_targets(exchange, now), request.id))
 
-    def prefill_ended(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, response: bytes) -> None:
         handover, exchange = self.handover, self._exchange
         if handover is None:
             return
         exchange.record.prefilled_at = now
-        if handover.decode(now, self, answer):
+        if handover.decode(now, self, response):
             exchange.set_state(SENT)
         elif refusal := exchange.try_another(now, Outcome.MOOT, WorkerError.CONNECT):
             exchange.refuse(now, refusal)
@@ -124,17 +124,17 @@ class Attempt:
         """Start the response or a retry."""
         exchange, status = self._exchange, head.status
         self._head = self._error_body = None
-        if status == OK and head.length is None and exchange.begun is not None:
-            self.response = expect_rest(exchange, exchange.begun)
+        if status == OK and head.length is None and exchange.begun_response is not None:
+            self.response = expect_repeated(exchange, exchange.begun_response)
             if not exchange.client.writable:
                 self.pause()
             return
-        if status == OK and self.handover is None and exchange.begun is None:
+        if status == OK and self.handover is None and exchange.begun_response is None:
             self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
             return
-        if exchange.begun is not None:
+        if exchange.begun_response is not None:
             self._end_with(now, Outcome.REFUSED, exchange.last_refusal or REFUSED_TOO)
             return
         handover = self.handover
@@ -173,13 +173,13 @@ class Attempt:
             response = self._begin_response(now, body, ended)
             if response is None:
                 return
-        if exchange.rest is not None:
+        if exchange.repeated is not None:
             new = self._remove_sent(now, body, ended)
             if new is None:
                 return
             body = new
         if ended:
-            if exchange.rest is not None or response.is_truncated(exchange.route.name, body):
+            if exchange.repeated is not None or response.is_truncated(exchange.route.name, body):
                 self.connection_failed(now, WorkerError.RESET)
                 return
             self.connection = None
@@ -224,7 +224,7 @@ class Attempt:
 
     def _remove_sent(self, now: float, body: bytes, ended: bool) -> bytes | None:
         """Return what is new of a stream that another worker repeats; None if there is nothing."""
-        rest = rest_of(self._exchange, self.lease, now, body)
+        rest = remove_repeated(self._exchange, self.lease, now, body)
         if isinstance(rest, Refusal):
             self._end_with(now, Outcome.UNFINISHED, rest)
             return None
@@ -314,7 +314,7 @@ class Attempt:
             refusal = refusals.response_timeout(MAX_WAIT_FACTOR * wire.settings.first_byte_s)
             self._end_with(now, Outcome.UNFINISHED, refusal)
             return
-        if response is None or not response.has_begun or exchange.rest is not None:
+        if response is None or not response.has_begun or exchange.repeated is not None:
             self._retry_or_refuse(now, error)
             return
         if self.end_complete_stream(now) or move_stream(exchange, self.lease, now, response, error):

@@ -60,8 +60,8 @@ def keep_for_continuation(
     info = lease.info
     if not (info.stream and exchange.route.continues and info.samples == 1 and body):
         return False
-    account = wire.collecting.account(exchange.request.head.tenant)
-    if exchange.sent_text is None and wire.collecting.may_be_kept(account):
+    account = wire.body_budget.account(exchange.request.head.tenant)
+    if exchange.sent_text is None and wire.body_budget.may_be_kept(account):
         exchange.sent_text = response.collect_text(keeps_content=by_text)
     return exchange.sent_text is not None
 
@@ -99,30 +99,30 @@ def find_output(
 
     `regenerates`: without tokens and text, it may begin anew.
     """
-    found: Output | Obstacle = find_tokens(exchange, lease, response, since)
-    if not isinstance(found, Obstacle):
-        if not (found and may_use_text(exchange)) or others_take_tokens(exchange, lease):
-            return found
+    output: Output | Obstacle = find_tokens(exchange, lease, response, since)
+    if not isinstance(output, Obstacle):
+        if not (output and may_use_text(exchange)) or others_take_tokens(exchange, lease):
+            return output
         by_text = find_text(exchange)
-        return found if isinstance(by_text, Obstacle) else by_text
-    if found.reason != NO_TOKENS:
-        return found
+        return output if isinstance(by_text, Obstacle) else by_text
+    if output.reason != NO_TOKENS:
+        return output
     if may_use_text(exchange):
-        found = find_text(exchange)
+        output = find_text(exchange)
     sent = exchange.sent_text
-    if not isinstance(found, Obstacle) or sent is None or not regenerates:
-        return found
-    return () if may_regenerate(exchange, sent) else found
+    if not isinstance(output, Obstacle) or sent is None or not regenerates:
+        return output
+    return () if may_regenerate(exchange, sent) else output
 
 
 def others_take_tokens(exchange: AttemptOwner, lease: Lease) -> bool:
     workers = exchange.wire.router.fleet.roster.pool(lease.info.model).all
-    return any(each.can_continue and each is not lease.worker for each in workers)
+    return any(worker.can_continue and worker is not lease.worker for worker in workers)
 
 
 def find_text(exchange: AttemptOwner) -> Output | Obstacle:
     sent, record = exchange.sent_text, exchange.record
-    body = exchange.request.body if exchange.begun is None else exchange.whole_body
+    body = exchange.request.body if exchange.begun_response is None else exchange.whole_body
     if sent is None or sent.has_ended or not body:
         return Obstacle(NO_TOKENS)
     content = sent.content
@@ -132,8 +132,8 @@ def find_text(exchange: AttemptOwner) -> Output | Obstacle:
         return ()
     if field := why_not_by_text(body, exchange.route.shape):
         return Obstacle(FIELD, field)
-    found = with_text(body, exchange.route.shape, content, record.output_tokens)
-    return Obstacle(NO_TOKENS) if found is None else found
+    continued = with_text(body, exchange.route.shape, content, record.output_tokens)
+    return Obstacle(NO_TOKENS) if continued is None else continued
 
 
 def find_tokens(
@@ -145,7 +145,7 @@ def find_tokens(
         return Obstacle(NO_TOKENS)
     if other := sent.other_output:
         return Obstacle(OTHER_OUTPUT, other)
-    if exchange.begun is None and (field := why_not_continued(request.body)):
+    if exchange.begun_response is None and (field := why_not_continued(request.body)):
         return Obstacle(FIELD, field)
     if response.ends_inside_event:
         return Obstacle(TORN)
@@ -167,11 +167,15 @@ def may_regenerate(exchange: AttemptOwner, sent: SentText) -> bool:
     return is_short and is_greedy(exchange.request.body)
 
 
-def prepare(exchange: AttemptOwner, lease: Lease, response: ResponseWriter, output: Output) -> None:
+def prepare_continuation(
+    exchange: AttemptOwner, lease: Lease, response: ResponseWriter, output: Output
+) -> None:
     """Write the request that continues the stream."""
     restore_attempts(exchange, lease)
-    lease.attempts = continued(exchange, lease.attempts, needs_journal=needs_journal(output))
-    if exchange.begun is None:
+    lease.attempts = continuing_attempts(
+        exchange, lease.attempts, needs_journal=needs_journal(output)
+    )
+    if exchange.begun_response is None:
         exchange.whole_body = exchange.request.body
     if isinstance(output, TextSoFar):
         exchange.text_so_far = output
@@ -180,7 +184,7 @@ def prepare(exchange: AttemptOwner, lease: Lease, response: ResponseWriter, outp
         exchange.text_so_far = None
         exchange.request.body = with_output(exchange.whole_body, output)
     response.drop_partial_event()
-    exchange.begun = response
+    exchange.begun_response = response
     exchange.failed_worker = lease.worker.name
 
 
@@ -191,7 +195,9 @@ def restore_attempts(exchange: AttemptOwner, lease: Lease) -> None:
         lease.attempts = replace(lease.attempts, tried=NO_WORKERS, failures=0)
 
 
-def continued(exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool) -> Attempts:
+def continuing_attempts(
+    exchange: AttemptOwner, attempts: Attempts, *, needs_journal: bool
+) -> Attempts:
     """Return the attempts of a stream whose next attempt continues it."""
     any_worker = may_use_text(exchange) and not needs_journal
     return replace(attempts, why_whole="continued", continues=True, any_worker=any_worker)
@@ -202,7 +208,9 @@ def needs_journal(output: Output) -> bool:
     return not isinstance(output, TextSoFar) and bool(output)
 
 
-def not_continued(exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str) -> None:
+def record_not_continued(
+    exchange: AttemptOwner, now: float, obstacle: Obstacle, worker: str
+) -> None:
     """Count and log a stream that ends because its worker failed."""
     exchange.failed_worker = ""
     exchange.why_not_continued = str(obstacle)
@@ -229,14 +237,14 @@ def move_stream(
     sent = exchange.sent_text
     if sent is None or lease is None:
         return False
-    found = find_output(exchange, lease, response, lease.charged_at, regenerates=True)
-    if not isinstance(found, Obstacle):
-        prepare(exchange, lease, response, found)
+    output = find_output(exchange, lease, response, lease.charged_at, regenerates=True)
+    if not isinstance(output, Obstacle):
+        prepare_continuation(exchange, lease, response, output)
         refusal = exchange.try_another(now, outcome, error)
         if refusal is None:
             return True
-        found = Obstacle(NO_WORKER, refusal.message)
-    not_continued(exchange, now, found, lease.worker.name)
+        output = Obstacle(NO_WORKER, refusal.message)
+    record_not_continued(exchange, now, output, lease.worker.name)
     return False
 
 
@@ -248,9 +256,9 @@ def continue_after_failure(
     if sent is None or lease is None or FAILED.search(response.partial_event + body) is None:
         return False
     router = exchange.wire.router
-    attempts = continued(exchange, lease.attempts, needs_journal=False)
+    attempts = continuing_attempts(exchange, lease.attempts, needs_journal=False)
     if sent.is_empty and not router.may_retry(lease, now, attempts):
-        not_continued(exchange, now, Obstacle(NO_WORKER), lease.worker.name)
+        record_not_continued(exchange, now, Obstacle(NO_WORKER), lease.worker.name)
         return False  # the request may be at fault: the client gets the error at once
     return move_stream(exchange, lease, now, response, WorkerError.STATUS, Outcome.ERRED)
 
@@ -260,7 +268,7 @@ def attempts_elsewhere(exchange: AttemptOwner, lease: Lease) -> Attempts:
     restore_attempts(exchange, lease)
     has_tokens = lease.worker.can_continue and lease.prefill is None
     needs = has_tokens and others_take_tokens(exchange, lease)
-    return continued(exchange, lease.attempts, needs_journal=needs)
+    return continuing_attempts(exchange, lease.attempts, needs_journal=needs)
 
 
 def is_silent(exchange: AttemptOwner, now: float) -> bool:
@@ -268,26 +276,26 @@ def is_silent(exchange: AttemptOwner, now: float) -> bool:
     return exchange.sent_text is not None and now - exchange.record.last_token_at >= SILENT_S
 
 
-def expect_rest(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
+def expect_repeated(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
     """Expect the other worker's text from its beginning."""
     text, sent = exchange.text_so_far, exchange.sent_text
     if sent is not None:
-        exchange.rest = sent.rest(None if text is None else text.space)
+        exchange.repeated = sent.rest(None if text is None else text.space)
     begun.output_in_prompt = 0 if text is None else text.tokens
     return begun
 
 
-def rest_of(
+def remove_repeated(
     exchange: AttemptOwner, lease: Lease | None, now: float, body: bytes
 ) -> bytes | Refusal | None:
     """Return what the client does not have; None if the stream leaves this worker too."""
-    rest = exchange.rest
+    rest = exchange.repeated
     if rest is None:
         return body
     try:
         new = rest.feed(body)
     except TextDiffersError:
-        not_continued(exchange, now, Obstacle(DIFFERS), exchange.failed_worker)
+        record_not_continued(exchange, now, Obstacle(DIFFERS), exchange.failed_worker)
         return DIFFERENT
     except EngineFailedError as error:
         if exchange.try_another(now, Outcome.ERRED, WorkerError.STATUS) is None:
@@ -295,7 +303,7 @@ def rest_of(
         return no_worker_left(f"another worker failed: {error}")
     if rest.is_reached:
         failed, exchange.failed_worker = exchange.failed_worker, ""
-        exchange.rest = None
+        exchange.repeated = None
         exchange.wire.metrics.count_continuation(failed)
         exchange.set_state(ANSWERING)
         if lease is not None:

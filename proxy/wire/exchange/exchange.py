@@ -29,8 +29,8 @@ from proxy.core.request.response_owners import OWNER_WAIT_S, OwnerWait
 from proxy.http.local_responses import refuse
 from proxy.metrics.registry import CLIENT_GONE
 from proxy.wire.exchange.attempt import Attempt
-from proxy.wire.exchange.continuation import Obstacle, not_continued
-from proxy.wire.exchange.moves import SETTLE_S, move
+from proxy.wire.exchange.continuation import Obstacle, record_not_continued
+from proxy.wire.exchange.moves import SETTLE_S, move_request
 from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
@@ -64,13 +64,13 @@ class Exchange(AttemptOwner):
         client: Client,
         request: Request,
         route: Route,
-        came_at: float = inf,
+        arrived_at: float = inf,
     ) -> None:
-        """Create an exchange; the time limit starts at `came_at`."""
+        """Create an exchange; the time limit starts at `arrived_at`."""
         super().__init__(wire, client, request, route)
         limit_s = wire.settings.request_s
         self._limit_s = inf if limit_s is None else limit_s
-        self.deadline = came_at + self._limit_s
+        self.deadline = arrived_at + self._limit_s
         self._reader: LargeBodyReader | None = None
         self._owner_wait: OwnerWait | None = None  # also once it is over
         self._pending_decision: PendingDecision | None = None
@@ -108,7 +108,7 @@ class Exchange(AttemptOwner):
             return
         self.info = self.record.info = info
         if info.fields is not None:
-            request.body = edit_members(request.body, info.fields, found=info.found_members)
+            request.body = edit_members(request.body, info.fields, known_members=info.found_members)
         self._pending_decision = billing.ask_other_hosts(info, self._admission_decided)
         if self._pending_decision is None:
             self._admit(now, info)
@@ -149,10 +149,10 @@ class Exchange(AttemptOwner):
         wire, tenant = self.wire, self.request.head.tenant
         if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
             return spent
-        collecting, size = wire.collecting, len(self.request.body)
-        self._account = collecting.account(tenant)
+        budget, size = wire.body_budget, len(self.request.body)
+        self._account = budget.account(tenant)
         try:
-            collecting.reserve(size, self._account)
+            budget.reserve(size, self._account)
         except RefusedError as error:
             return error.refusal
         self._held_bytes = size
@@ -171,15 +171,15 @@ class Exchange(AttemptOwner):
     def _place(self, now: float, info: RequestInfo) -> None:
         self._wait_or_run(now, self.wire.router.submit(info, now))
 
-    def _wait_or_run(self, now: float, answer: Lease | Ticket | Refusal) -> None:
+    def _wait_or_run(self, now: float, placement: Lease | Ticket | Refusal) -> None:
         """Wait in the queue, run on a worker, or end."""
-        if not isinstance(answer, Ticket):
-            self.placement_decided(now, answer)
+        if not isinstance(placement, Ticket):
+            self.placement_decided(now, placement)
             return
         self.set_state(QUEUED)
-        self._ticket = answer
+        self._ticket = placement
         self._attempt = None
-        self.wire.queue(answer, self)
+        self.wire.queue(placement, self)
 
     def placement_decided(self, now: float, placed: Lease | Refusal) -> None:
         if (ticket := self._ticket) is not None:
@@ -211,14 +211,16 @@ class Exchange(AttemptOwner):
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
         attempt.handover = attempt.lease = None
-        if error is WorkerError.CONNECT or (self.begun is not None and outcome is Outcome.BUSY):
+        if error is WorkerError.CONNECT or (
+            self.begun_response is not None and outcome is Outcome.BUSY
+        ):
             free = True  # the worker has done nothing
         failure = LegFailure(
             outcome,
             avoid=None if moves else worker,
             retry_after_s=None if head is None else head.retry_after_s,
             free=free,
-            dropped=error is WorkerError.RESET and not (attempt.response or self.begun),
+            dropped=error is WorkerError.RESET and not (attempt.response or self.begun_response),
             why=error.value if head is None else str(head.status),
         )
         placed = wire.router.retry(lease, now, failure)
@@ -242,7 +244,7 @@ class Exchange(AttemptOwner):
         if attempt.handover is not None:
             return HANDOVER
         settled = now - attempt.held_since >= SETTLE_S
-        why = move(self, now, attempt.lease, attempt.response, settled=settled)
+        why = move_request(self, now, attempt.lease, attempt.response, settled=settled)
         if why == WAITS:
             attempt.held_since = min(attempt.held_since, now)
             attempt.pause()
@@ -263,18 +265,18 @@ class Exchange(AttemptOwner):
     # To the client
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        if self.begun is not None:
+        if self.begun_response is not None:
             if failed := self.failed_worker:  # the stream did not go on since
-                not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
-            break_off(self, now, self.begun, refusal.message, NOT_CONTINUED, refusal)
+                record_not_continued(self, now, Obstacle(NO_WORKER, refusal.message), failed)
+            break_off(self, now, self.begun_response, refusal.message, NOT_CONTINUED, refusal)
             return
         keep_alive = self.request.head.keep_alive and not self.wire.leaving
         if refusal.reason is Reason.ROUTER_FULL:
             keep_alive = False  # the connection's file is needed
-        answer = refuse(refusal, self.request, keep_alive=keep_alive)
-        self.record.sent_bytes += len(answer)
+        response = refuse(refusal, self.request, keep_alive=keep_alive)
+        self.record.sent_bytes += len(response)
         self.close(now, refusal.status, refusal.reason)
-        self.client.write(answer)
+        self.client.write(response)
         self.client.end_response(now, keep_alive=keep_alive)
 
     def pause(self) -> None:
@@ -339,7 +341,7 @@ class Exchange(AttemptOwner):
     def forget_body(self) -> None:
         self.request.body = b""
         if self._held_bytes:
-            self.wire.collecting.release(self._held_bytes, self._account)
+            self.wire.body_budget.release(self._held_bytes, self._account)
             self._held_bytes = 0
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:

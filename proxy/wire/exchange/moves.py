@@ -27,10 +27,10 @@ from proxy.core.request.continuable import (
 from proxy.core.request.continued_text import TextSoFar
 from proxy.wire.exchange.continuation import (
     Obstacle,
-    continued,
+    continuing_attempts,
     find_output,
     needs_journal,
-    prepare,
+    prepare_continuation,
 )
 from proxy.wire.worker.connection import WorkerError
 
@@ -51,7 +51,7 @@ SETTLE_S = 0.15
 MOVE_S = 3.0  # less than a process has for an answer
 
 
-def move(
+def move_request(
     exchange: AttemptOwner,
     now: float,
     lease: Lease,
@@ -69,7 +69,7 @@ def move(
         return PINNED
     attempts = replace(lease.attempts, moved=True)
     info, placer = attempts.enlarged or lease.info, exchange.wire.router.placer
-    if response is None or not response.has_begun or exchange.rest is not None:
+    if response is None or not response.has_begun or exchange.repeated is not None:
         if not placer.may_move(info, now, attempts):
             return NO_WORKER
     else:
@@ -79,12 +79,12 @@ def move(
         if isinstance(output, Obstacle):
             return output.reason
         if not placer.may_move(
-            info, now, continued(exchange, attempts, needs_journal=needs_journal(output))
+            info, now, continuing_attempts(exchange, attempts, needs_journal=needs_journal(output))
         ):
             return NO_WORKER
         if not isinstance(output, TextSoFar) and not settled:
             return WAITS
-        prepare(exchange, lease, response, output)
+        prepare_continuation(exchange, lease, response, output)
     refusal = exchange.try_another(now, Outcome.MOOT, WorkerError.DRAINED)
     if refusal is not None:  # in this moment another process has filled the worker
         exchange.refuse(now, refusal)
@@ -98,8 +98,8 @@ class WorkerMoves:
         self.worker = worker
         self.moved = 0
         self.ended = asyncio.Event()
-        self._why = {each: WAITS for each in exchanges if each.uses(worker)}
-        self._waiting = deque(self._why)
+        self._why_not_moved = {exchange: WAITS for exchange in exchanges if exchange.uses(worker)}
+        self._waiting = deque(self._why_not_moved)
         self._held: list[ServedExchange] = []  # until the journal has their last tokens
 
     def step(self, now: float) -> None:
@@ -108,7 +108,7 @@ class WorkerMoves:
         for exchange in (*held, *(self._waiting.popleft() for _ in range(next_ones))):
             if not exchange.uses(self.worker):
                 continue
-            why = self._why[exchange] = exchange.move(now)
+            why = self._why_not_moved[exchange] = exchange.move(now)
             if not why:
                 self.moved += 1
             elif why == WAITS:
@@ -126,7 +126,11 @@ class WorkerMoves:
 
     def remaining(self) -> dict[str, int]:
         """Return how many requests the worker still has, by reason."""
-        return dict(Counter(why for each, why in self._why.items() if each.uses(self.worker)))
+        return dict(
+            Counter(
+                why for exchange, why in self._why_not_moved.items() if exchange.uses(self.worker)
+            )
+        )
 
 
 class Moves:
@@ -138,7 +142,7 @@ class Moves:
         self._roster = roster
         self._exchanges = exchanges
         self._clock = clock
-        self._of: dict[Worker, WorkerMoves] = {}
+        self._moves_of: dict[Worker, WorkerMoves] = {}
 
     async def move_all(self, name: str, within_s: float = MOVE_S) -> MovedRequests:
         """Move requests off a drained worker; return when all have moved that can, or later."""
@@ -148,9 +152,9 @@ class Moves:
         if not worker.draining:  # the message of the leading process comes later
             self._roster.drain(name)
         now = self._clock()
-        if (earlier := self._of.get(worker)) is not None:
+        if (earlier := self._moves_of.get(worker)) is not None:
             earlier.stop(now)
-        moves = self._of[worker] = WorkerMoves(worker, self._exchanges)
+        moves = self._moves_of[worker] = WorkerMoves(worker, self._exchanges)
         self.step(now)
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -158,13 +162,13 @@ class Moves:
         return moves.moved, moves.remaining()
 
     def step(self, now: float) -> None:
-        for worker, moves in list(self._of.items()):
+        for worker, moves in list(self._moves_of.items()):
             if worker.draining:
                 moves.step(now)
             else:
                 moves.stop(now)
             if moves.ended.is_set():
-                del self._of[worker]
+                del self._moves_of[worker]
                 left = ", ".join(f"{why} {n}" for why, n in moves.remaining().items())
                 logger.info(
                     "worker %s: %d requests moved, remaining: %s",

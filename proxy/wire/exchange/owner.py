@@ -35,8 +35,8 @@ class AttemptOwner:
         self.last_refusal: Refusal | None = None  # of a failed retry
         # Of a stream that another worker may continue, or continues.
         self.sent_text: SentText | None = None
-        self.begun: ResponseWriter | None = None  # before it failed
-        self.rest: RestOfText | None = None  # while another worker repeats it
+        self.begun_response: ResponseWriter | None = None  # before it failed
+        self.repeated: RestOfText | None = None  # while another worker repeats it
         self.failed_worker = ""  # until the stream goes on
         self.why_not_continued = ""
         self.whole_body = b""  # without the output of another worker

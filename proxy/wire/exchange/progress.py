@@ -133,10 +133,10 @@ def finish(
 ) -> None:
     wire, status = exchange.wire, response.status
     if lease is not None:
-        done = status < BAD_REQUEST
-        if done and lease.sent and lease.prefill and exchange.record.first_token_at is None:
+        succeeded = status < BAD_REQUEST
+        if succeeded and lease.sent and lease.prefill and exchange.record.first_token_at is None:
             wire.metrics.handovers.count_transfer(lease)
-        outcome = Outcome.DONE if done else Outcome.REFUSED
+        outcome = Outcome.DONE if succeeded else Outcome.REFUSED
         # Reading the usage costs 1-2 us.
         usage = response.usage() if wire.router.leases.wants_usage(lease, now) else None
         wire.router.leases.finish(lease, now, outcome, usage)

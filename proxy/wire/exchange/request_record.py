@@ -119,50 +119,50 @@ class RequestRecord:
         info, decision = self.info, self.decision
         if reason is None:  # without a decision, the client left before the placement
             reason = Reason.FLEET_FULL if decision is None else decision.reason
-        done = FinishedRequest(route, status, reason, now - self.started)
-        self._describe(done)
-        metrics.count_request(done)
+        finished = FinishedRequest(route, status, reason, now - self.started)
+        self._describe(finished)
+        metrics.count_request(finished)
         if info is not None:
             settings = metrics.router.settings.admission
             if settings is not None or info.deadline < inf or info.tenant is not None:
-                done.target_s = metrics.targets.count(info, done, settings, self.started)
+                finished.target_s = metrics.targets.count(info, finished, settings, self.started)
         if (tenant := self.tenant) is not None:
-            metrics.tenants.count(tenant, status, done.ttft_s, self.queue_s)
-        if (trace := self.trace) is not None and trace.sampled and done.ttft_s is not None:
-            metrics.attach_trace(done, trace.id)
+            metrics.tenants.count(tenant, status, finished.ttft_s, self.queue_s)
+        if (trace := self.trace) is not None and trace.sampled and finished.ttft_s is not None:
+            metrics.attach_trace(finished, trace.id)
         if (live := metrics.live) is not None:
             live.record_end(self, now, status, reason)
         for callback in metrics.at_end:
             callback(self, now, route, status, reason)
         if info is not None:
-            metrics.recent.add(info, decision, done)
+            metrics.recent.add(info, decision, finished)
 
-    def _describe(self, done: FinishedRequest) -> None:
+    def _describe(self, finished: FinishedRequest) -> None:
         info, first_at = self.info, self.first_token_at
-        done.queue_s, done.left_workers = self.queue_s, self.left_workers
-        done.size = class_of(info)
+        finished.queue_s, finished.left_workers = self.queue_s, self.left_workers
+        finished.size = class_of(info)
         if info is not None:
-            done.model = info.model
-            done.stream = info.stream if info.needs_engine else None
+            finished.model = info.model
+            finished.stream = info.stream if info.needs_engine else None
         if first_at is not None:
-            done.ttft_s = first_at - self.started
+            finished.ttft_s = first_at - self.started
             if first_at and self.later_tokens:
-                done.tpot_s = (self.last_token_at - first_at) / self.later_tokens
+                finished.tpot_s = (self.last_token_at - first_at) / self.later_tokens
         if self.decision is not None:
-            self._describe_placement(done, self.decision)
+            self._describe_placement(finished, self.decision)
 
-    def _describe_placement(self, done: FinishedRequest, decision: Decision) -> None:
-        done.worker, done.pool = decision.worker.name, decision.worker.role
+    def _describe_placement(self, finished: FinishedRequest, decision: Decision) -> None:
+        finished.worker, finished.pool = decision.worker.name, decision.worker.role
         predicted = decision.predicted_ttft_s
         if (placed_at := self.placed_at) is not None:
-            done.placed_s = placed_at - self.started
+            finished.placed_s = placed_at - self.started
             if predicted is not None:
                 # The measured TTFT includes the time before the last placement.
-                predicted += done.placed_s
+                predicted += finished.placed_s
             if self.prefilled_at is not None:
-                done.leg_s = self.prefilled_at - placed_at
-        done.predicted_ttft_s = predicted
+                finished.leg_s = self.prefilled_at - placed_at
+        finished.predicted_ttft_s = predicted
         if (handover := decision.handover) is not None:
             if self.prefilled_at is None:
-                done.leg = handover.prefill.name, handover.prefill.role
-            done.fetched = handover.tokens > 0
+                finished.leg = handover.prefill.name, handover.prefill.role
+            finished.fetched = handover.tokens > 0

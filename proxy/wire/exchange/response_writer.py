@@ -16,11 +16,11 @@ from proxy.http.sse import (
     TAIL,
     USAGE,
     EventStream,
-    as_output,
     move_to_output,
     remove_usage,
     replace_cached_tokens,
     usage_in,
+    usage_with_output,
 )
 from proxy.wire.handover.first_token import find_result
 
@@ -216,7 +216,7 @@ class ResponseWriter:
             usage = self._stream.usage()
             if usage is None or not self.output_in_prompt:
                 return usage
-            return as_output(usage, self.output_in_prompt)
+            return usage_with_output(usage, self.output_in_prompt)
         return usage_in(self._tail) if self._tail else None
 
     def _compose(self, request: Request, head: ResponseHead, decision: Decision | None) -> bytes:
@@ -243,8 +243,8 @@ class ResponseWriter:
 
 
 def response_id_in(data: bytes) -> str | None:
-    found = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
-    return found[1].decode("latin-1") if found else None
+    match = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
+    return match[1].decode("latin-1") if match else None
 
 
 def usage_of(head: ResponseHead, body: bytes) -> Usage | None:

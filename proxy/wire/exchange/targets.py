@@ -78,7 +78,7 @@ def body_with_targets(exchange: AttemptOwner, now: float) -> bytes:
     info, body = exchange.info, exchange.request.body
     if not exchange.wire.settings.pass_targets or info is None or not info.takes_arguments:
         return body
-    if exchange.begun is not None:  # has a token
+    if exchange.begun_response is not None:  # has a token
         return body
     targets = targets_left_ms(exchange, info, now)
     return edit_members(body, {ARGUMENTS: orjson.dumps(targets)}, NO_NAMES) if targets else body
@@ -94,9 +94,9 @@ def targets_left_ms(exchange: AttemptOwner, info: RequestInfo, now: float) -> di
     due = inf if ttft_s is None else exchange.record.started + ttft_s
     if info.deadline < inf:
         due = info.deadline if info.tenant is None else max(due, info.deadline)
-    found: dict[str, int] = {}
+    left_ms: dict[str, int] = {}
     if due < inf and (info.tenant is None or ttft_s is not None):
-        found["deadline_ms"] = round((due - now) * 1000)
+        left_ms["deadline_ms"] = round((due - now) * 1000)
     if tpot_s is not None:
-        found["tpot_ms"] = max(round(tpot_s * 1000), 1)
-    return found
+        left_ms["tpot_ms"] = max(round(tpot_s * 1000), 1)
+    return left_ms

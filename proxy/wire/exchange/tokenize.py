@@ -18,15 +18,15 @@ MAX_RESPONSE_BYTES = 1 << 20
 
 
 class TokenizeRequest:
-    """A request to `/tokenize`; `done` receives the count or None."""
+    """A request to `/tokenize`; `on_done` receives the count or None."""
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
     timeout_s = inf
 
-    def __init__(self, deadline: float, done: Callable[[float, int | None], None]) -> None:
+    def __init__(self, deadline: float, on_done: Callable[[float, int | None], None]) -> None:
         self.deadline = deadline
         self.connection: WorkerConnection | None = None
-        self._done = done
+        self._done = on_done
         self._status = 0
         self._answer = b""
 

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from proxy.core.model import refusals
+from proxy.core.tenants.tenants import allowed_models
 from proxy.http.response_parser import OK
 from proxy.wire.handover.first_token import begins_with_error
 
@@ -55,10 +56,5 @@ def missing_route(exchange: AttemptOwner, error_body: bytes) -> Refusal | None:
     info = exchange.info
     if info is None or not info.model or MISSING_ROUTE.fullmatch(error_body) is None:
         return None
-    tenant = info.tenant
-    known = [
-        name
-        for name in exchange.wire.router.fleet.roster.models()
-        if tenant is None or tenant.may_use(name)
-    ]
-    return refusals.route_not_served(info.model, exchange.request.head.path, known)
+    models = allowed_models(exchange.wire.router.fleet.roster.models(), info.tenant)
+    return refusals.route_not_served(info.model, exchange.request.head.path, models)

@@ -20,7 +20,7 @@ MAX_BODY_S = 10.0
 class PrefillOwner(Protocol):
     connection: WorkerConnection | None
 
-    def prefill_ended(self, now: float, answer: bytes) -> None: ...
+    def prefill_ended(self, now: float, response: bytes) -> None: ...
 
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Handle the head of an error."""

@@ -111,10 +111,10 @@ class AbandonedPrefill:
         self._wire.releases.add(self)
         self._leg.owner = self
 
-    def prefill_ended(self, now: float, answer: bytes) -> None:
+    def prefill_ended(self, now: float, response: bytes) -> None:
         result, connector = PrefillResult(), self._wire.connector
         if connector is not None:
-            result = connector.valid_result(self._pair, parse_fields(answer))
+            result = connector.valid_result(self._pair, parse_fields(response))
         release_blocks(self._wire, now, self._decode, result, self._authorization)
         self._wire.remove_release(self)
 
@@ -152,10 +152,10 @@ def other_decode_workers(wire: WireContext, decode: Worker) -> list[Worker]:
     ]
 
 
-def parse_fields(answer: bytes) -> dict[str, Any]:
+def parse_fields(response: bytes) -> dict[str, Any]:
     """Return the fields of a prefill response; empty if invalid."""
     try:
-        fields = orjson.loads(answer)
+        fields = orjson.loads(response)
     except orjson.JSONDecodeError:
         return {}
     return fields if type(fields) is dict else {}

@@ -69,10 +69,10 @@ class TwoLegExchange:
             wire.pools.pool_for(prefill_worker).side, wire.pools.pool_for(lease.worker).side, number
         )
         self._prefill_leg: PrefillLeg | None = None
-        self._unfetched: PrefillResult | None = None  # its blocks
+        self._unfetched: PrefillResult | None = None  # not fetched by the decode worker
         self._opening = b""  # events held back
         self._is_sent = False  # the decode leg
-        self.late_at = inf  # then the blocks may be reused
+        self.late_at = inf  # when the blocks may be reused
         self._was_late = False
         self._refused_status = 0  # of a refused prefill
         self.is_suspect = False  # `record_failure` applies
@@ -88,11 +88,11 @@ class TwoLegExchange:
         leg = self._prefill_leg = PrefillLeg(exchange, within_s)
         pool.send(now, leg, to_worker(request, pool, body, self._id, plain=True))
 
-    def decode(self, now: float, exchange: ResponseReceiver, answer: bytes) -> bool:
+    def decode(self, now: float, exchange: ResponseReceiver, response: bytes) -> bool:
         """Send the decode leg; False if no healthy worker is left."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         leg, self._prefill_leg = self._prefill_leg, None
-        fields = parse_fields(answer)
+        fields = parse_fields(response)
         result = self._unfetched = connector.valid_result(self._pair, fields)
         self._end_prefill(now, fields, result)
         holds = result.params is not None

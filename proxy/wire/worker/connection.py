@@ -78,12 +78,12 @@ class ConnectionPool:
         spec: WorkerSpec,
         settings: WireSettings,
         clock: Callable[[], float],
-        outbox: WriteBatch,
+        write_batch: WriteBatch,
     ) -> None:
         self.spec = spec
         self.settings = settings
         self.clock = clock
-        self.outbox = outbox
+        self.write_batch = write_batch
         address = urlsplit(spec.url)
         self.host = b"%b\r\n" % address.netloc.encode()  # ends its line
         key = spec.api_key
@@ -94,7 +94,6 @@ class ConnectionPool:
         self.side = Side(spec.name, self._where[0])
 
     def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Send a request on an idle connection or a new one."""
         while self.idle:
             connection = self.idle.pop()
             if connection.is_usable():
@@ -164,14 +163,13 @@ class WorkerConnection(asyncio.Protocol):
         self._paused = False
 
     def send(self, now: float, caller: ResponseReceiver, request: tuple[bytes, ...]) -> None:
-        """Send a request once the connection is open."""
         self.caller = caller
         self._request = request
         if self._transport is None:
             self.deadline = now + self._pool.settings.connect_s
             return
         self.deadline = now + caller.timeout_s
-        self._pool.outbox.write(self._transport, *request)
+        self._pool.write_batch.write(self._transport, *request)
 
     @property
     def is_open(self) -> bool:
@@ -181,7 +179,7 @@ class WorkerConnection(asyncio.Protocol):
     def has_sent(self) -> bool:
         """True if the whole request has left this process."""
         transport = self._transport
-        if transport is None or self._pool.outbox.has_pending(transport):
+        if transport is None or self._pool.write_batch.has_pending(transport):
             return False
         return not transport.get_write_buffer_size()
 
@@ -287,7 +285,7 @@ class WorkerConnection(asyncio.Protocol):
         transport, pool = self._transport, self._pool
         if self.caller is None or transport is None:
             return False
-        if pool.outbox.has_pending(transport):
+        if pool.write_batch.has_pending(transport):
             return True
         left = unacknowledged(transport)
         return left is not None and left >= sum(map(len, self._request))

@@ -9,8 +9,8 @@ Option = tuple[int, int, int]  # level, name, value
 
 
 def _supported(*options: tuple[int, str, int]) -> tuple[Option, ...]:
-    found = [(level, getattr(socket, name, None), value) for level, name, value in options]
-    return tuple((level, name, value) for level, name, value in found if name is not None)
+    constants = [(level, getattr(socket, name, None), value) for level, name, value in options]
+    return tuple((level, name, value) for level, name, value in constants if name is not None)
 
 
 # Three probes after 15 s idle; the kernel of a busy process responds.

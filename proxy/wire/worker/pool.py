@@ -21,11 +21,11 @@ def connection_key(spec: WorkerSpec) -> tuple[object, ...]:
 
 class ConnectionPools:
     def __init__(
-        self, settings: WireSettings, clock: Callable[[], float], outbox: WriteBatch
+        self, settings: WireSettings, clock: Callable[[], float], write_batch: WriteBatch
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._outbox = outbox
+        self._write_batch = write_batch
         self._pools: dict[str, ConnectionPool] = {}
         self._retired: list[ConnectionPool] = []  # removed or moved, with requests in flight
 
@@ -39,7 +39,7 @@ class ConnectionPools:
             if pool is not None:
                 self._retire(pool)
             pool = self._pools[worker.name] = ConnectionPool(
-                spec, self._settings, self._clock, self._outbox
+                spec, self._settings, self._clock, self._write_batch
             )
         pool.spec = spec
         return pool

@@ -31,14 +31,14 @@ async def played(fake: FakeOpenAI, planned: Schedule, path: str = "", **settings
 @pytest.mark.parametrize("path", ["", CHAT])
 async def test_every_request_is_sent_and_answered_completely(path: str) -> None:
     fake = FakeOpenAI()
-    tally = RunProgress()
-    result = await played(fake, schedule(rate=200, count=30), path, tally=tally)
+    progress = RunProgress()
+    result = await played(fake, schedule(rate=200, count=30), path, progress=progress)
     assert [o.error for o in result.outcomes] == [""] * 30
     assert {(len(o.ticks), o.completed) for o in result.outcomes} == {(4, 4)}
     assert all(abs(o.prompt_tokens - 20) <= 1 for o in result.outcomes)
     assert len(fake.played) == 30
     assert len({str(body) for body in fake.played}) == 30  # all prompts differ
-    assert (tally.sent, tally.done, tally.tokens, tally.in_flight) == (30, 30, 120, 0)
+    assert (progress.sent, progress.done, progress.tokens, progress.in_flight) == (30, 30, 120, 0)
     for outcome in result.outcomes:
         assert (
             outcome.at <= outcome.sent <= outcome.ticks[0] <= outcome.ticks[-1] <= result.duration
@@ -48,13 +48,13 @@ async def test_every_request_is_sent_and_answered_completely(path: str) -> None:
 
 
 async def test_open_loop_does_not_wait_for_answers() -> None:
-    tally = RunProgress()
+    progress = RunProgress()
     fake = FakeOpenAI(ttft_s=0.3, itl_s=0.03, failing=(2, 5))
-    result = await played(fake, schedule(rate=1000, count=20), tally=tally)
+    result = await played(fake, schedule(rate=1000, count=20), progress=progress)
     assert fake.most_under_way == 18  # and two refusals, which affect no other request
     failed = [each.error for each in result.outcomes if each.error]
     assert failed == ['HTTP 503: {"error": {"message": "no\\nroom"}}'] * 2
-    assert (tally.done, tally.failed) == (18, 2)
+    assert (progress.done, progress.failed) == (18, 2)
     for outcome in result.outcomes:
         if outcome.good:
             assert outcome.ttft >= 0.3

@@ -11,22 +11,23 @@ from tests.bench.canned import canned_round, printed, record
 from tests.present import present
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round
+from vllm_sched.bench.results.stats import percentile
 
 
 def test_percentiles_interpolate() -> None:
-    assert report.percentile([4, 1, 3, 2], 50) == 2.5
-    assert report.percentile(range(101), 99) == 99
-    assert report.percentile([1, 2], 99) == pytest.approx(1.99)
-    assert report.percentile([7], 1) == 7
-    assert report.percentile([], 50) is None
+    assert percentile([4, 1, 3, 2], 50) == 2.5
+    assert percentile(range(101), 99) == 99
+    assert percentile([1, 2], 99) == pytest.approx(1.99)
+    assert percentile([7], 1) == 7
+    assert percentile([], 50) is None
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
 def test_percentile_lies_within_its_samples(samples: list[float], percent: float) -> None:
-    value = present(report.percentile(samples, percent))
+    value = present(percentile(samples, percent))
     assert min(samples) <= value * (1 + 1e-9) + 1e-9
     assert value <= max(samples) * (1 + 1e-9)
-    assert report.percentile(random.Random(0).sample(samples, len(samples)), percent) == value
+    assert percentile(random.Random(0).sample(samples, len(samples)), percent) == value
 
 
 def test_samples_are_pooled_over_rounds_without_failures() -> None:
@@ -138,7 +139,7 @@ def test_summary_has_the_keys_of_vllm_bench_serve() -> None:
     assert summary["ttfts"] == pytest.approx([1.0, 1.0, 3.0])
     assert summary["median_ttft_ms"] == pytest.approx(1000)
     assert summary["mean_itl_ms"] == summary["mean_tpot_ms"] == pytest.approx(100)
-    assert summary["p99_e2el_ms"] == pytest.approx(report.percentile([1100, 1100, 3100], 99))
+    assert summary["p99_e2el_ms"] == pytest.approx(percentile([1100, 1100, 3100], 99))
     assert summary["input_lens"] == [100, 100, 100]
     assert summary["output_lens"] == [2, 2, 2]
     assert summary["merged_tokens"] == 0

@@ -43,7 +43,7 @@ async def test_search_finds_the_capacity(times: float, start: float) -> None:
 @pytest.mark.parametrize(("share", "played"), [(0.0, [4.0, 2.0, 1.0]), (1.0, [4.0, 8.0, 16.0])])
 async def test_search_stays_between_least_and_most(share: float, played: list[float]) -> None:
     server = MeasuredServer(lambda _: share)
-    await explore_rates(server.measure, 4.0, least=0.6, most=30.0)
+    await explore_rates(server.measure, 4.0, min_rate=0.6, max_rate=30.0)
     assert [*server] == played
 
 

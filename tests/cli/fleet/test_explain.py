@@ -177,6 +177,7 @@ def test_hand_over_is_predicted_or_the_reason_against_it_shown(
         (403, {"error": {"message": "not from there"}}, "not from there (status 403)"),
         (404, [], "(status 404); give the URL of a running router's admin API"),
         (404, {"error": {"message": "no such path: /admin/explain"}}, "is router.admin.port, not"),
+        (401, {"error": {"message": "Incorrect API key provided."}}, "router.admin.port, not"),
         (200, {"hello": 1}, "not from a router's admin API"),
     ],
 )

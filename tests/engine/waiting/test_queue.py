@@ -29,16 +29,16 @@ class FakeRules:
         self.read = 0
         self.left_s: dict[int, float] = {}  # by tokens
 
-    def lanes_of(self, request: Request) -> LaneKey:
+    def lane_key_of(self, request: Request) -> LaneKey:
         return ("long" if request.num_tokens > self.limit else "short",)
 
-    def gate_of(self, lane: LaneKey, _: Request, waited: float) -> Gate:
+    def gate_of(self, lane_key: LaneKey, _: Request, waited: float) -> Gate:
         self.waits.append(waited)
         assert 0 <= waited <= 50  # no test waits longer
-        return self.gates[lane]
+        return self.gates[lane_key]
 
-    def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
-        return (self.urgency[lane],)
+    def urgency_of(self, lane_key: LaneKey, *_: Any) -> tuple[float, ...]:
+        return (self.urgency[lane_key],)
 
     def deadline(self, request: Request, since: float) -> float:
         return since + self.left_s.get(request.num_tokens, 0.0)
@@ -59,14 +59,14 @@ class FakeRules:
 class OfTwoPolicies(FakeRules):
     """The same, beside a policy with a single lane."""
 
-    def lanes_of(self, request: Request) -> LaneKey:
-        return (*super().lanes_of(request), "")
+    def lane_key_of(self, request: Request) -> LaneKey:
+        return (*super().lane_key_of(request), "")
 
-    def gate_of(self, lane: LaneKey, head: Request, waited: float) -> Gate:
-        return super().gate_of(lane[:1], head, waited)
+    def gate_of(self, lane_key: LaneKey, head: Request, waited: float) -> Gate:
+        return super().gate_of(lane_key[:1], head, waited)
 
-    def urgency_of(self, lane: LaneKey, *_: Any) -> tuple[float, ...]:
-        return super().urgency_of(lane[:1])
+    def urgency_of(self, lane_key: LaneKey, *_: Any) -> tuple[float, ...]:
+        return super().urgency_of(lane_key[:1])
 
 
 Made = tuple[FakeRules, Any, list[Request]]
@@ -233,7 +233,7 @@ def test_few_of_many_requests_with_a_new_lane_move_per_step() -> None:
     assert admit_all(queue) == requests
     assert not len(queue)
     queue.end_step()
-    assert {place.lane for place in queue.admitted_last_step.values()} == {("short",)}
+    assert {place.lane_key for place in queue.admitted_last_step.values()} == {("short",)}
 
 
 @pytest.mark.parametrize(

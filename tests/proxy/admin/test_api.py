@@ -234,7 +234,7 @@ async def test_changes_of_workers_are_logged_once(
         "worker s0 is drained by the admin API, and gets no new requests",
         "worker s0 is not drained any more",
         "worker s0 is removed by the admin API, until a reload or restart",
-        "worker g0 is added by the admin API",
+        "worker g0 is added by the admin API, until a reload or restart",
     ]
 
 
@@ -306,7 +306,7 @@ async def test_explain_returns_the_clients_error(
     if reason == "no_worker":
         for _ in range(3):
             for name in ("s0", "l0"):
-                app.fleet.health.probe_failed(name, NOW)
+                app.fleet.health.probe_failed(name)
     explained = (await api.post("/admin/explain", json=body)).json()
     assert (explained["worker"], explained["status"], explained["reason"]) == (None, status, reason)
     assert explained["message"]
@@ -318,7 +318,7 @@ async def test_workers_and_explain_show_why_workers_are_not_up(
     mark_up(app)
     app.fleet.roster.set_served("l0", ("llama",))
     for _ in range(3):
-        app.fleet.health.probe_failed("s0", NOW, "timed out")
+        app.fleet.health.probe_failed("s0", "timed out")
     workers = (await api.get("/admin/workers")).json()
     assert [(worker["state"], worker["why"]) for worker in workers] == [
         ("down", "timed out"),

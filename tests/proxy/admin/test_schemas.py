@@ -48,7 +48,7 @@ def test_down_worker_shows_the_last_probe_error() -> None:
     [worker] = fleet.roster
     for why in ("refused", "refused", "timed out"):
         assert worker.not_served_because == ""  # still up
-        fleet.health.probe_failed("a", 1.0, why)
+        fleet.health.probe_failed("a", why)
     assert (state(worker), worker.not_served_because) == ("down", "timed out")
     fleet.health.probe_ok("a", 2.0)
     assert worker.not_served_because == "timed out"  # one good probe is not enough

@@ -85,7 +85,7 @@ async def test_events_show_a_request(app: App, web: aiohttp.ClientSession) -> No
         name, first = await anext(stream_of_events)
         assert name == "all"
         assert [w["name"] for w in first["state"]["workers"]] == ["w0"]
-        assert app.metrics.live is app.live.notes
+        assert app.metrics.live is app.live.recorder
         assert await ask(app, chat(stream=True)) == 200
         fields, ticks = first["fields"], []
         async for _, data in stream_of_events:
@@ -203,7 +203,7 @@ async def test_stuck_viewers_delay_no_one_and_buffer_nothing(
         # Stuck viewers still hold the same single message.
         assert viewers >= stuck
         assert all(viewer._slot is before[id(viewer)] for viewer in stuck)
-        assert not app.live.notes._ended
+        assert not app.live.recorder._ended
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
     # A viewer that reads again gets the full state.

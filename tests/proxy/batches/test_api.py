@@ -80,6 +80,8 @@ INVALID_REQUESTS = [
     (get("/v1/batches?order=up"), 400, "order"),
     (get("/v1/batches?" + "a=1&" * 20), 400, None),
     (get("/v1/batches?after=%ff%00&limit=%zz"), 400, "limit"),
+    (get("/v1/files?after=file-1"), 400, "after"),
+    (get("/v1/batches?after=batch_1"), 400, "after"),
     (get("/v1/batches/batch_1"), 404, "id"),
     (post("/v1/batches/batch_1/cancel", {}), 404, "id"),
     (request(b"{", path="/v1/batches"), 400, None),
@@ -203,7 +205,7 @@ async def small_harness(open_harness: OpenHarness) -> BatchHarness:
 async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
     small_harness: BatchHarness,
 ) -> None:
-    site, collecting = small_harness.site, small_harness.site.wire.collecting
+    site, collecting = small_harness.site, small_harness.site.wire.body_budget
     upload = form(content=b"x" * 60_000)
     with busy(small_harness.batches.store):
         first = asyncio.create_task(site.ask(upload, within=30))
@@ -223,7 +225,7 @@ async def test_uploads_that_wait_for_the_store_count_as_collected_bodies(
 
 
 async def test_client_that_leaves_cancels_its_waiting_upload(small_harness: BatchHarness) -> None:
-    site, collecting = small_harness.site, small_harness.site.wire.collecting
+    site, collecting = small_harness.site, small_harness.site.wire.body_budget
     with busy(small_harness.batches.store):
         for _ in range(3):
             client = await site.client()
@@ -232,3 +234,20 @@ async def test_client_that_leaves_cancels_its_waiting_upload(small_harness: Batc
             client.close()
             await eventually(lambda: collecting.held == 0)
     assert [file.id async for file in small_harness.client.files.list()] == []
+
+
+async def test_loop_that_deletes_while_it_lists_does_not_end_early(
+    open_harness: OpenHarness,
+) -> None:
+    """The client asks for the page after the file that it deleted last."""
+    files = (await open_harness()).client.files
+    for _ in range(4):
+        await files.create(file=("in", b"{}"), purpose="batch")
+
+    async def delete_all() -> None:
+        async for file in files.list(limit=2):
+            await files.delete(file.id)
+
+    with pytest.raises(BadRequestError, match="list again"):
+        await delete_all()
+    assert len((await files.list()).data) == 2

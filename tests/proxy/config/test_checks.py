@@ -99,6 +99,8 @@ ABOVE = "routing.disaggregate_above"
         (pair(1, 10_000) + pair(3, 4_000, model="b"), {}, "routing.short_limit", "w3"),
         ([worker(1)], {"router": {"queue": {"max_bytes": 1000}}}, "router.queue.max_bytes",
          "67108864"),
+        ([worker(1)], {"router": {"drain_notice_s": 30}}, "router.drain_notice_s",
+         "30: is part of drain_s, 30,"),
         (PAIR, {}, "workers[0].role", "as in transfer: nixl"),
         *(([worker(1, role=role), worker(2)], NIXL, "workers[0].role", f"has the role {other}")
           for role, other in (("prefill", "decode"), ("decode", "prefill"))),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
-from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.ejection import Key
+from proxy.core.fleet.charges import Fleet, idle_fleet
+from proxy.core.fleet.ejection import PoolKey
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.roster import time_zero
 from proxy.core.fleet.worker import Worker
@@ -41,11 +41,7 @@ def spec(
 
 def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = time_zero) -> Fleet:
     """Make a fleet whose workers are all up."""
-    fleet = Fleet(clock=clock)
-    for worker_spec in specs:
-        fleet.roster.add(worker_spec)
-        fleet.health.probe_ok(worker_spec.name, 0.0)
-    return fleet
+    return idle_fleet(specs, clock)
 
 
 def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
@@ -61,11 +57,11 @@ def worker_of(router: Router, name: str) -> Worker:
     return present(router.fleet.roster.get(name))
 
 
-def take_down(fleet: Fleet, *names: str, now: float = 0.0) -> None:
+def take_down(fleet: Fleet, *names: str) -> None:
     """Fail probes of workers until they count as down."""
     for name in names:
         for _ in range(fleet.health.down_after):
-            fleet.health.probe_failed(name, now)
+            fleet.health.probe_failed(name)
 
 
 class BreakerRecorder:
@@ -81,10 +77,10 @@ class BreakerRecorder:
     def breaker_closed(self, worker: Worker) -> None:
         self.events.append(("is back", worker.name))
 
-    def panic_started(self, key: Key, live: int, failed: int, now: float) -> None:  # noqa: ARG002
+    def panic_started(self, key: PoolKey, live: int, failed: int, now: float) -> None:  # noqa: ARG002
         self.events.append(("panics", key, live, failed))
 
-    def panic_ended(self, key: Key, live: int, failed: int) -> None:
+    def panic_ended(self, key: PoolKey, live: int, failed: int) -> None:
         self.events.append(("heeds", key, live, failed))
 
     def worker_removed(self, worker: Worker) -> None:

@@ -16,8 +16,8 @@ from tests.proxy.core.toy import Job, Speed, Speeds, Toy, p99
 
 PAIR = spec("s", SHORT, 8192), spec("l", LONG, 65_536)
 # As on a CPU: each sequence costs time, so that a worker can be full.
-COMPUTE_BOUND = Speed(token_s=2e-4, base_s=0.002, each_s=0.002)
-GPU = Speed(token_s=1e-4, base_s=0.02, each_s=2e-4)
+COMPUTE_BOUND = Speed(token_s=2e-4, base_s=0.002, sequence_s=0.002)
+GPU = Speed(token_s=1e-4, base_s=0.02, sequence_s=2e-4)
 Maker = Callable[[random.Random], RequestInfo]
 
 

@@ -396,7 +396,7 @@ def test_reported_cache_misses_reduce_trust_in_the_cache() -> None:
         lease = placed(router.submit(sized(router, chat("x" * 9000, stream=True)), float(i)))
         cached = lease.decision.cached_tokens // 4
         router.leases.finish(lease, i + 0.5, Outcome.DONE, Usage(2500, 10, cached))
-    assert worker.pace.missing == pytest.approx(0.75, abs=0.05)
+    assert worker.pace.evicted_share == pytest.approx(0.75, abs=0.05)
 
 
 @pytest.mark.parametrize(("keeps", "missing"), [(True, 0.0), (False, 0.9)])
@@ -411,7 +411,7 @@ def test_cache_trust_is_learnt_from_times_without_reports(keeps: bool, missing: 
             tokens -= lease.decision.cached_tokens
         router.leases.record_first_token(lease, i + 0.02 + 2e-4 * tokens)
         router.leases.finish(lease, i + 0.9, Outcome.DONE, Usage(2257, 10))
-    assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
+    assert worker_of(router, "a").pace.evicted_share == pytest.approx(missing, abs=0.2)
 
 
 @pytest.mark.parametrize(

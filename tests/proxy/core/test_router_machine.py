@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.ejection import Key, key_of
+from proxy.core.fleet.ejection import PoolKey, pool_key_of
 from proxy.core.fleet.kv_usage import MAX_PAGE_AGE_S
 from proxy.core.fleet.leases import Attempts, Lease
 from proxy.core.fleet.worker import Worker
@@ -151,7 +151,10 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=NAMES, times=st.integers(1, 3), good=st.booleans())
     def probe(self, name: str, times: int, good: bool) -> None:
         for _ in range(times):
-            (self.fleet.health.probe_ok if good else self.fleet.health.probe_failed)(name, self.now)
+            if good:
+                self.fleet.health.probe_ok(name, self.now)
+            else:
+                self.fleet.health.probe_failed(name)
 
     @rule(name=NAMES, limit=st.sampled_from([None, 500, 8000]))
     def served(self, name: str, limit: int | None) -> None:
@@ -420,15 +423,15 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def pool_panics_if_fewer_than_half_are_healthy(self) -> None:
-        live, out = Counter[Key](), Counter[Key]()
+        live, out = Counter[PoolKey](), Counter[PoolKey]()
         for worker in self.fleet.roster:
             if worker.up and not worker.draining:
-                live[key_of(worker)] += 1
-                out[key_of(worker)] += not (worker.breaker.closed or worker.breaker.busy)
+                live[pool_key_of(worker)] += 1
+                out[pool_key_of(worker)] += not (worker.breaker.closed or worker.breaker.busy)
         panics = {key for key, number in live.items() if 2 * (number - out[key]) < number}
         assert self.fleet.roster.ejections.panics == panics
         for worker in self.fleet.roster:
-            ignored = key_of(worker) in panics and not worker.breaker.closed
+            ignored = pool_key_of(worker) in panics and not worker.breaker.closed
             assert worker.in_panic == ignored
 
     def teardown(self) -> None:

@@ -22,7 +22,7 @@ from tests.present import present
 class Speed:
     token_s: float = 2e-4  # per prefilled token
     base_s: float = 0.02  # of a step
-    each_s: float = 5e-4  # added by each sequence that decodes
+    sequence_s: float = 5e-4  # added by each sequence that decodes
     budget: int = 2048  # tokens in a step
     shorts_pass: bool = False  # whether shorts are prefilled before longs
 
@@ -89,7 +89,7 @@ class Engine:
             if chunk and job.left == 0:
                 self.cached.update(job.info.prefix)
                 wrote.append((job, True))
-        seconds = speed.base_s + speed.each_s * len(decoding)
+        seconds = speed.base_s + speed.sequence_s * len(decoding)
         return seconds + speed.token_s * (speed.budget - budget), wrote
 
 

@@ -310,9 +310,9 @@ async def test_vanished_workers_stay_while_up(site: DiscoverySite) -> None:
         site.update()
         assert site.names == ["s-1", "s-2"]
         assert not site.draining("s-1")
-        site.fleet.health.probe_failed("s-1", 1.0)
+        site.fleet.health.probe_failed("s-1")
         await eventually(lambda: site.names == ["s-2"])
-        site.fleet.health.probe_failed("s-2", 1.0)
+        site.fleet.health.probe_failed("s-2")
         await eventually(lambda: site.names == [])
 
 

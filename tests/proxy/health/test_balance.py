@@ -111,7 +111,7 @@ def test_long_decode_steps_or_a_full_cache_make_a_worker_busy(
     router = router_with_sides()
     worker = worker_of(router, "d0")
     pace = worker.pace
-    pace.steps, pace.base_s, pace.each_s, worker.num_decoding = 1.0, base_s, each_s, decoding
+    pace.steps, pace.base_s, pace.sequence_s, worker.num_decoding = 1.0, base_s, each_s, decoding
     router.fleet.health.set_gauges("d0", Gauges(0.0, kv_usage=kv_usage))
     shown = shown_after(router)
     assert shown.decode.busy == pytest.approx(busy, abs=0.01)
@@ -185,7 +185,7 @@ def test_side_that_is_down_is_shown(down: str, short: str, advice: str) -> None:
     for worker in [*router.fleet.roster]:
         if worker.name[0] in down:
             for _ in range(3):
-                router.fleet.health.probe_failed(worker.name, 40.0)
+                router.fleet.health.probe_failed(worker.name)
     found.sample(41.0)
     [shown] = found.shown()
     assert (shown.short, shown.advice) == (short, advice)

@@ -145,17 +145,17 @@ async def test_slow_bodies_are_503_above_the_limit(small: Site) -> None:
     clients = [await small.client() for _ in range(4)]
     for client in clients[:3]:
         await client.send(HEAD + b"x" * 30_000)
-    await eventually(lambda: small.wire.collecting.held == 90_000)
+    await eventually(lambda: small.wire.body_budget.held == 90_000)
     await clients[3].send(HEAD + b"x" * 30_000)
     answer = await clients[3].answer()
     assert answer.status == 503
     assert answer.error()["code"] == "too_many_bodies"
     assert int(answer.one(b"retry-after")) >= 1
-    assert small.wire.collecting.held == 90_000
+    assert small.wire.body_budget.held == 90_000
     assert (await small.ask(chat("hi"))).status == 200, "small bodies pass"
     clients[0].close()
     clients[1].reset()
-    await eventually(lambda: small.wire.collecting.held == 30_000)
+    await eventually(lambda: small.wire.body_budget.held == 30_000)
 
 
 async def test_complete_bodies_count_until_the_worker_responds(small: Site) -> None:
@@ -164,15 +164,15 @@ async def test_complete_bodies_count_until_the_worker_responds(small: Site) -> N
     for number, client in enumerate(clients, start=1):
         await client.send(chat("x" * 40_000))
         await small.fake.got(number)
-    assert 80_000 < small.wire.collecting.held <= MAX_HELD_BYTES
+    assert 80_000 < small.wire.body_budget.held <= MAX_HELD_BYTES
     refused = await small.ask(chat("x" * 40_000))
     assert refused.status == 503
     assert refused.error()["code"] == "too_many_bodies"
     clients[0].close()
-    await eventually(lambda: small.wire.collecting.held < 50_000)
+    await eventually(lambda: small.wire.body_budget.held < 50_000)
     gate.set()
     assert (await clients[1].answer()).status == 200
-    assert small.wire.collecting.held == 0
+    assert small.wire.body_budget.held == 0
     assert (await small.ask(chat("x" * 40_000))).status == 200, "only the size was the reason"
 
 
@@ -183,14 +183,14 @@ async def test_queued_bodies_count_until_they_end(start: Start) -> None:
     for client in clients:
         await client.send(chat("x" * 40_000))
     await eventually(lambda: len(site.router.queue) == 2)
-    assert site.wire.collecting.held > 120_000
+    assert site.wire.body_budget.held > 120_000
     clients[1].close()
-    await eventually(lambda: site.wire.collecting.held < 90_000)
+    await eventually(lambda: site.wire.body_budget.held < 90_000)
     site.skip(31.0)
     assert (await clients[2].answer()).status == 429
     gate.set()
     assert (await clients[0].answer()).status == 500
-    assert site.wire.collecting.held == 0
+    assert site.wire.body_budget.held == 0
 
 
 @pytest.mark.parametrize("owner", ["a", ""], ids=["a tenant", "strangers"])
@@ -201,13 +201,13 @@ async def test_endless_bodies_do_not_block_other_tenants(small: Site, owner: str
     clients = [await small.client() for _ in range(4)]
     for number, client in enumerate(clients[:2], start=1):
         await client.send(head_and_part)
-        await eventually(lambda n=number: small.wire.collecting.held == n * 25_000)  # type: ignore[misc]
+        await eventually(lambda n=number: small.wire.body_budget.held == n * 25_000)  # type: ignore[misc]
     for client in clients[2:]:
         await client.send(head_and_part)
         refused = await client.answer()
         assert (refused.status, refused.error()["code"]) == (429, "too_many_bodies")
     assert (await small.ask(chat("x" * 20_000, bearer("b")))).status == 200
-    assert small.wire.collecting.held == 50_000
+    assert small.wire.body_budget.held == 50_000
 
 
 async def test_bytes_of_a_removed_tenant_are_released(small: Site) -> None:
@@ -215,10 +215,10 @@ async def test_bytes_of_a_removed_tenant_are_released(small: Site) -> None:
     client = await small.client()
     await client.ask(chat("hi", bearer("a")))
     await client.send(chat("x" * 20_000, bearer("a"))[:-5])
-    await eventually(lambda: small.wire.collecting.held > 20_000)
+    await eventually(lambda: small.wire.body_budget.held > 20_000)
     replace(small.router.tenants)
     client.close()
-    await eventually(lambda: not small.wire.collecting.held)
+    await eventually(lambda: not small.wire.body_budget.held)
     replace(small.router.tenants, "a")
     assert (await small.ask(chat("hi", bearer("a")))).status == 200
-    assert small.wire.collecting.held == 0
+    assert small.wire.body_budget.held == 0

@@ -10,7 +10,7 @@ import pytest
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.headers import remove_headers, seconds, status_line, tokens
-from proxy.http.local_responses import answer, refuse, route_header
+from proxy.http.local_responses import refuse, respond, route_header
 from proxy.http.request import Request, RequestHead
 
 
@@ -45,11 +45,11 @@ def test_seconds_parses_numbers_and_dates() -> None:
 
 
 def test_answer_bytes() -> None:
-    assert answer(200, b"{}", headers=[(b"X", b"y")]) == (
+    assert respond(200, b"{}", headers=[(b"X", b"y")]) == (
         b"HTTP/1.1 200 OK\r\nX: y\r\nContent-Type: application/json\r\n"
         b"Connection: keep-alive\r\nContent-Length: 2\r\n\r\n{}"
     )
-    bodiless = answer(200, b"{}", keep_alive=False, bodiless=True)
+    bodiless = respond(200, b"{}", keep_alive=False, bodiless=True)
     assert b"Connection: close\r\nContent-Length: 2\r\n\r\n" in bodiless
     assert not bodiless.endswith(b"{}")
 

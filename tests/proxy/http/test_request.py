@@ -293,7 +293,7 @@ def test_parser_state_follows_the_request() -> None:
 
 def test_dropped_requests_are_neither_served_nor_held() -> None:
     budget = BodyBudget(100_000)
-    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY, collecting=budget)
+    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY, body_budget=budget)
     parser.feed(3 * post() + post(b"{}" * 500)[:-1])
     parser.charge_ready()
     assert (len(parser.ready), budget.held > 1000) == (3, True)
@@ -305,7 +305,7 @@ def test_pipelined_requests_are_held_until_they_are_taken() -> None:
     bodies = b"{}", b"{}" * 200, b"", b"{}"
     sizes = [PIPELINED_REQUEST_BYTES + len(body) for body in bodies]
     budget = BodyBudget(100_000)
-    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY, collecting=budget)
+    parser = HttpRequestParser(set_route, max_head=MAX_HEAD, max_body=MAX_BODY, body_budget=budget)
     parser.feed(b"".join(map(post, bodies)))
     for left in range(len(bodies)):
         parser.charge_ready()

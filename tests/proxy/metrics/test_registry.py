@@ -17,6 +17,7 @@ from grafana import declared
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MIN_OPEN_S
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
+from proxy.core.fleet.remote_load import own, set_remote_load
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason, RequestInfo
@@ -202,6 +203,21 @@ def test_charges_and_states_are_read_from_the_fleet(metrics: Metrics, router: Ro
     for name, here, there in (("breaker_open", 0, 1), ("draining", 0, 1)):
         assert value(metrics, f"proxy_worker_{name}", **s0) == here
         assert value(metrics, f"proxy_worker_{name}", **l0) == there
+
+
+def test_charges_of_other_replicas_are_not_shown(metrics: Metrics, router: Router) -> None:
+    """The sum over replicas is what a worker has."""
+    worker, _ = router.fleet.roster
+    router.fleet.charge(make_info(), Decision(worker, Reason.SHORT_POOL), now=0.0)
+    charged = own(worker)
+    set_remote_load(worker, charged, now=0.0)
+    assert worker.requests == 2
+    s0 = labels_of(router, "s0")
+    assert value(metrics, "proxy_worker_inflight_requests", **s0) == 1
+    assert value(metrics, "proxy_worker_prefill_tokens", **s0) == charged.prefill_tokens
+    assert value(metrics, "proxy_worker_decode_tokens", **s0) == charged.decode_tokens
+    assert value(metrics, "proxy_worker_kv_tokens", **s0) == charged.kv_tokens
+    assert value(metrics, "proxy_worker_held_prompts", **s0) == 0
 
 
 def test_breaker_states_and_openings_are_shown(

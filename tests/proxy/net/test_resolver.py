@@ -59,7 +59,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
     """Replace the system's resolver, with nothing cached."""
     fake = FakeResolver()
     fresh = Resolver(fake.ask)
-    for part in ("_ask", "_known", "_under_way"):
+    for part in ("_ask", "_cached", "_under_way"):
         monkeypatch.setattr(RESOLVER, part, getattr(fresh, part))
     yield fake
     for release in fake.slow.values():
@@ -95,7 +95,7 @@ async def test_late_result_is_cached(resolver: FakeResolver) -> None:
     resolver.known["slow"] = ("10.0.0.1",)
     await look_up_briefly("slow")
     release.set()
-    await eventually(lambda: "slow" in RESOLVER._known)
+    await eventually(lambda: "slow" in RESOLVER._cached)
     assert await RESOLVER.find("slow") == ("10.0.0.1",)
     assert resolver.looked_up == ["slow"]
 
@@ -268,7 +268,7 @@ async def test_cancelled_connect_leaves_nothing(
             await connect(asyncio.Protocol, "w0.test", hanging.port, None)
     await eventually(lambda: sockets() == before)
     assert len(asyncio.all_tasks()) == 1
-    assert not RESOLVER._known["w0.test"].until
+    assert not RESOLVER._cached["w0.test"].until
 
 
 async def test_failed_handshake_tries_another_address(

@@ -107,7 +107,7 @@ def test_added_changed_and_removed_workers_are_replicated(pair: tuple[Process, P
     leader.fleet.roster.drain("a", draining=False)
     leader.fleet.roster.remove("b")
     for _ in range(3):
-        leader.fleet.health.probe_failed("a", 3.0)
+        leader.fleet.health.probe_failed("a")
     send_changes(leader, other)
     assert other.names == {"a"}
     assert (other.worker("a").up, other.worker("a").draining) == (False, False)

@@ -38,6 +38,7 @@ EQUAL = {
 
 REQUESTS = Family("proxy_requests", "counter", "Requests.", ("worker",))
 INFLIGHT = Family("proxy_worker_inflight_requests", "gauge", "In flight.", ("worker",))
+USAGE = Family("proxy_worker_kv_usage_ratio", "gauge", "As reported.", ("worker",))
 CLIENTS = Family("proxy_client_connections", "gauge", "Clients.")
 TIMES = Family("proxy_ttft_seconds", "histogram", "Times.", ("pool",))
 BYTES = Family("proxy_transfer_bytes", "counter", "Bytes that workers tell.", ("worker",))
@@ -47,6 +48,7 @@ def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -
     metrics_page = MetricsPage(openmetrics=False)
     metrics_page.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
     metrics_page.values(INFLIGHT, [(("a",), inflight)])
+    metrics_page.values(USAGE, [(("a",), inflight / 10)])
     metrics_page.values(CLIENTS, [((), clients)])
     seen = Histogram((0.1, 1.0))
     for time in times:
@@ -73,7 +75,8 @@ def test_counters_histograms_and_some_gauges_add_up() -> None:
     assert found["proxy_requests_totala"] == 7
     assert found["proxy_requests_totalb"] == 1
     assert found["proxy_client_connections"] == 11
-    assert found["proxy_worker_inflight_requestsa"] == 2
+    assert found["proxy_worker_inflight_requestsa"] == 5
+    assert found["proxy_worker_kv_usage_ratioa"] == 0.2
     assert found["proxy_transfer_bytes_totala"] == 1e12
     assert found["proxy_ttft_seconds_bucketshort0.1"] == 2
     assert found["proxy_ttft_seconds_bucketshort+Inf"] == 4

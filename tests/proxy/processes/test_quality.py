@@ -24,7 +24,7 @@ from tests.proxy.core.toy import Speed, Toy, p99
 from tests.proxy.processes.virtual_group import VirtualGroup
 
 TELL_S = 0.001
-GPU = Speed(token_s=1e-4, base_s=0.02, each_s=2e-4)
+GPU = Speed(token_s=1e-4, base_s=0.02, sequence_s=2e-4)
 POOLS = (*(spec(f"s{i}", SHORT, 8192, 24) for i in range(4)), spec("l", LONG, 65_536, 24))
 EQUAL_WORKERS = tuple(spec(f"g{i}", GENERAL, 32_768, 16) for i in range(6))
 

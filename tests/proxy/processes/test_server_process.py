@@ -79,7 +79,7 @@ async def test_drain_is_sent_before_the_admin_api_responds(draining: bool) -> No
     sent: list[Message] = []
     server = make_server(channel=SimpleNamespace(send=sent.append), processes=2)
     server.app.logs.close()
-    server.app.leads = True
+    server.app.is_leader = True
     server.app.fleet.roster.drain("x", draining=not draining)
     server._send_changes()
     sent.clear()
@@ -93,7 +93,7 @@ async def test_drain_is_sent_before_the_admin_api_responds(draining: bool) -> No
 
 QUESTIONS = {
     "page": ("metrics.tenants.show", None),
-    "live": ("live.notes.update", None),
+    "live": ("live.recorder.update", None),
     "logs": ("logs.change", (True, {})),
     "decisions": ("recent.newest", (1, ANY)),
 }

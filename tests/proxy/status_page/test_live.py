@@ -103,7 +103,7 @@ async def test_nothing_is_recorded_without_viewers(site: Site) -> None:
     record.record_tokens(site.now + 1, site.metrics)
     assert record.ticks is None
     site.end(record)
-    assert not site.live.notes._rows
+    assert not site.live.recorder._rows
 
 
 async def test_viewer_gets_the_full_state_then_changes(site: Site, viewer: Viewer) -> None:
@@ -268,14 +268,14 @@ async def test_texts_of_clients_are_cut_and_cleaned(site: Site, viewer: Viewer) 
 async def test_records_are_dropped_after_the_last_viewer(site: Site) -> None:
     site.live = LiveView(site.metrics, LiveState(site.metrics), site.clock, site.clock)
     viewer = join(site.live)
-    assert site.metrics.live is site.live.notes
+    assert site.metrics.live is site.live.recorder
     assert site.live._task is not None
     site.end(site.request())
-    assert site.live.notes._rows
+    assert site.live.recorder._rows
     site.live.leave(viewer)
     await site.live._task
     assert site.metrics.live is None
-    assert not site.live.notes._rows
+    assert not site.live.recorder._rows
 
 
 class Sibling(Site):
@@ -283,7 +283,7 @@ class Sibling(Site):
 
     def __init__(self, mark: int) -> None:
         super().__init__()
-        self.live.notes.mark, self.live.notes.marks = mark, 2
+        self.live.recorder.process_index, self.live.recorder.num_processes = mark, 2
 
 
 @pytest.fixture
@@ -294,13 +294,13 @@ async def processes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Sibli
     leader = sites[0].live
 
     async def collect_all(wanted: UpdateRequest) -> list[LiveUpdate]:
-        return [site.live.notes.update(sites[0].now, wanted) for site in sites]
+        return [site.live.recorder.update(sites[0].now, wanted) for site in sites]
 
     leader.collect_all = collect_all
     yield sites
     leader.close()
     for site in sites:
-        site.live.notes.end()
+        site.live.recorder.end()
 
 
 async def test_leader_merges_updates_of_all_processes(
@@ -319,7 +319,7 @@ async def test_leader_merges_updates_of_all_processes(
     numbers = [row["n"] for row in by_field(data)]
     assert len(set(numbers)) == len(numbers) == 4
     assert data["state"]["clients"] == 0
-    assert second.metrics.live is second.live.notes
+    assert second.metrics.live is second.live.recorder
     second.records[0].record_tokens(first.now, second.metrics)
     await first.beat()
     name, data = await read_update(viewer)
@@ -364,17 +364,17 @@ async def test_lost_part_causes_a_new_full_state(processes: list[Sibling]) -> No
     await leader.beat()
     await read_update(viewer)
     other.end(record)
-    lost = UpdateRequest(leader.live._zero, whole=False, figures=False)
-    assert len(other.live.notes.update(leader.now, lost).rows) == 1
+    lost = UpdateRequest(leader.live._zero, last_minute=False, figures=False)
+    assert len(other.live.recorder.update(leader.now, lost).rows) == 1
     await leader.beat()
     assert (await workers_of_full_state(viewer, leader))["l0"]["status"] == 200
 
 
 async def test_full_state_is_sent_at_most_once_a_second(site: Site, viewer: Viewer) -> None:
     names = []
-    lost = UpdateRequest(site.live._zero, whole=False, figures=False)
+    lost = UpdateRequest(site.live._zero, last_minute=False, figures=False)
     for _ in range(20):
-        site.live.notes.update(site.now, lost)
+        site.live.recorder.update(site.now, lost)
         await site.beat(0.125)
         if viewer.busy:
             names.append((await read_update(viewer))[0])
@@ -395,7 +395,7 @@ async def test_ends_of_shown_requests_are_never_dropped(
     _, data = await read_update(viewer)
     assert [row["status"] for row in by_field(data)] == [200] * 5
     assert data["dropped"] == 1
-    assert not site.live.notes._reported
+    assert not site.live.recorder._reported
 
 
 async def test_new_viewer_gets_a_whole_busy_minute(site: Site) -> None:

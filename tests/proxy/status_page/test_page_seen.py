@@ -250,7 +250,7 @@ async def test_chosen_request_is_scrolled_into_view(site: PageSite, page: Page) 
         record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
         record.close(now + 5.0, site.app.metrics, "completions", 200, None)
         if at % 500 == 499:
-            await eventually(lambda: not site.app.live.notes._ended, within=DEADLINE_S)
+            await eventually(lambda: not site.app.live.recorder._ended, within=DEADLINE_S)
     await page.wait_until("statusPage.rows === 1250 && statusPage.drawn === 1200")
     assert await page.run("document.querySelector('#undrawn').innerText") == (
         "50 more lanes are not drawn."
@@ -324,7 +324,7 @@ async def test_page_draws_five_thousand_requests(
             record.record_tokens(now, app.metrics)
         record.close(now, app.metrics, "completions", 200, None)
         if count % 500 == 499:
-            await eventually(lambda: not app.live.notes._ended, within=DEADLINE_S)
+            await eventually(lambda: not app.live.recorder._ended, within=DEADLINE_S)
             await asyncio.sleep(0)
     await page.wait_until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
     stats = await page.run("statusPage")

@@ -121,7 +121,7 @@ def test_failing_workers_of_a_large_fleet_come_first(monkeypatch: pytest.MonkeyP
     w0, _, _, _, w4, w5 = router.fleet.roster
     for _ in range(FAILURES_TO_OPEN):
         router.fleet.health.record_failure(w4, 1.0, why="reset")
-        router.fleet.health.probe_failed("w5", 1.0)
+        router.fleet.health.probe_failed("w5")
     w0.requests = w5.requests = 2
     shown = LiveState(Metrics(router))(2.0)
     rows = [(row["name"], row["state"], row["well"]) for row in shown["workers"]]

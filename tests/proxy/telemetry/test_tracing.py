@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from proxy.http.request import Request, RequestHead
 from proxy.http.trace import Trace, id_in
 from proxy.setup.app import App
 from proxy.telemetry import tracing
-from proxy.telemetry.tracing import Tracing
+from proxy.telemetry.tracing import LoggedExporter, Tracing
 from proxy.wire.exchange.request_record import RequestRecord
 from tests.collector import Collector, Span
 from tests.proxy.metrics.scraped import scraped
@@ -29,6 +31,7 @@ from tests.proxy.wire.raw_client import chat
 from tests.proxy.wire.site import eventually
 
 pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+SpanExportResult = pytest.importorskip("opentelemetry.sdk.trace.export").SpanExportResult
 
 DEADLINE_S = 30.0
 ROLES = ("prefill", "decode")
@@ -128,12 +131,43 @@ async def test_trace_headers_pass_without_tracing(
 
 
 async def test_unreachable_collector_does_not_affect_requests(
-    tmp_path: Path, workers: list[FakeWorker]
+    tmp_path: Path, workers: list[FakeWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asyncio.timeout(DEADLINE_S):
         endpoint = "http://127.0.0.1:9/v1/traces"
         async with router(tmp_path, workers, endpoint=endpoint, sample=1.0) as app:
             assert [await ask(app, handed_over()) for _ in range(3)] == [200] * 3
+            await asyncio.to_thread(app.tracing._processor.force_flush)  # type: ignore[union-attr]
+    [line] = logged(caplog)
+    assert line.startswith(f"router.tracing: {endpoint} does not accept spans")
+    assert "Connection refused" in line
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    # pytest also captures OpenTelemetry's own lines, which do not reach the router's log.
+    return [text for name, _, text in caplog.record_tuples if name == tracing.__name__]
+
+
+def test_collector_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "proxy.telemetry.tracing")
+    results = [SpanExportResult[name] for name in ("FAILURE", "FAILURE", "SUCCESS", "SUCCESS")]
+
+    class Exporter:
+        def export(self, _: object) -> object:
+            logging.getLogger("opentelemetry.exporter.otlp").error("code: 404")
+            return results.pop(0)
+
+        def shutdown(self) -> None: ...
+
+    exporter = LoggedExporter(Exporter(), "http://c/v1/traces")
+    for _ in range(4):
+        exporter.export([])
+    exporter.shutdown()
+    assert logged(caplog) == [
+        "router.tracing: http://c/v1/traces does not accept spans, which are dropped until it "
+        "does: code: 404",
+        "router.tracing: http://c/v1/traces accepts spans again",
+    ]
 
 
 async def test_refused_request_is_traced(
@@ -188,6 +222,19 @@ def test_queue_span_is_the_time_in_the_queue(
     assert "router completions" in spans
     start, end = spans["queue"]
     assert end - start == queue_s * 1e9
+
+
+def test_leg_begins_within_its_request_when_the_export_is_late() -> None:
+    record = RequestRecord()
+    record.request = Request(RequestHead(), b"")
+    trace = record.request.trace = Trace.begin(None, sample=True)
+    record.started = time.monotonic()
+    trace.leg("w", "short")
+    now = time.monotonic()
+    time.sleep(0.05)
+    found = [*tracing.spans_of(record, trace, now, "completions", Reason.ONLY_CHOICE)]
+    request, serve = (span for span in found if span.name != "queue")
+    assert request.start_ns - 10**6 < serve.start_ns <= serve.end_ns <= request.end_ns
 
 
 def test_missing_extra_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

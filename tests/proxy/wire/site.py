@@ -108,7 +108,7 @@ class Site:
 
     def down(self, name: str) -> None:
         for _ in range(3):
-            self.fleet.health.probe_failed(name, self.clock())
+            self.fleet.health.probe_failed(name)
 
     def served(self) -> list[Call]:
         """Return the calls to all workers except probes and counts, in order."""
@@ -179,7 +179,7 @@ class Site:
             "charges": self.charges(),
             "queued": len(self.router.queue),
             "queued bytes": self.router.queue.bytes,
-            "bodies": self.wire.collecting.held,
+            "bodies": self.wire.body_budget.held,
             "answers expected": len(self.router.fleet._silent),
             "releases": len(self.wire.releases),
             "connections at work": [each for each in counts if each[1] == "busy" and each[2] > 0],

@@ -155,7 +155,7 @@ def test_aggregate_flow_agrees_with_simulated_fleet(shape: FleetShape) -> None:
     assert counted.gaps.quantile(0.99) == pytest.approx(gaps[int(0.99 * len(gaps))], rel=0.1)
 
 
-@pytest.mark.parametrize("limit", [{"most_late": 3}, {"most_lost": {"": 3}}])
+@pytest.mark.parametrize("limit", [{"max_late": 3}, {"max_lost": {"": 3}}])
 def test_run_fails_at_the_first_token_that_comes_too_late(limit: dict[str, Any]) -> None:
     # Each output takes ten seconds, so no request has ended after the fourth first token.
     requests = [Request(0.001 * n, "", 100, 1000) for n in range(10)]
@@ -168,13 +168,13 @@ def test_run_fails_at_the_first_token_that_comes_too_late(limit: dict[str, Any])
 def test_late_request_counts_once() -> None:
     requests = [Request(float(n), "", 100, 20) for n in range(10)]
 
-    def play(most_late: float, targets: Targets, borne_s: float) -> FlowResult:
-        flow = AggregateFlow([placed("w")], RouterSettings(), targets, lambda _: borne_s)
-        return flow.play(requests, most_late=most_late, most_lost={"": most_late})
+    def play(max_late: float, targets: Targets, tolerated_ttft_s: float) -> FlowResult:
+        flow = AggregateFlow([placed("w")], RouterSettings(), targets, lambda _: tolerated_ttft_s)
+        return flow.play(requests, max_late=max_late, max_lost={"": max_late})
 
     # Late by the first token, by the pace, or by both.
     for targets in (Targets(ttft=1e-6), Targets(tpot=1e-6), Targets(ttft=1e-6, tpot=1e-6)):
-        for borne_s in (0.0, 10.0):
-            assert not play(10, targets, borne_s).failed
+        for tolerated_ttft_s in (0.0, 10.0):
+            assert not play(10, targets, tolerated_ttft_s).failed
         assert play(9, targets, 0.0).failed
     assert play(10, Targets(ttft=1e-6), 10.0).all.kept == 10

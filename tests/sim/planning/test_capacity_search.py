@@ -43,13 +43,13 @@ class Draws:
         return run() if rate <= self.limits[draw] or near else None
 
     def highest(
-        self, start: float, least: float = 0.0, most: float = 1e9, alike: float = 1e9
+        self, start: float, min_rate: float = 0.0, max_rate: float = 1e9, alike: float = 1e9
     ) -> CapacityVerdict | None:
         """Return the verdict; merged results suffice up to rate `alike`."""
         judge = CapacitySearch(
             [*self.limits], self.play, lambda _whole: self.played[-1][0] <= alike
         )  # fmt: skip
-        return judge.highest(SHAPE, start, least=least, most=most)
+        return judge.highest(SHAPE, start, min_rate=min_rate, max_rate=max_rate)
 
 
 @pytest.mark.parametrize("start", [3.0, 10.0, 11.9, 40.0])
@@ -95,12 +95,12 @@ def test_search_plays_the_draw_with_the_least_margin_first() -> None:
 
 def test_returned_rate_respects_least_and_most() -> None:
     draws = Draws({1: 20.0, 2: 10.0})
-    assert draws.highest(30.0, least=10.1) is None
+    assert draws.highest(30.0, min_rate=10.1) is None
     assert min(rate for rate, _ in draws.played) >= 10.1
-    assert draws.highest(1.0, least=12.0, most=11.0) is None
-    found = present(draws.highest(30.0, most=7.0))
+    assert draws.highest(1.0, min_rate=12.0, max_rate=11.0) is None
+    found = present(draws.highest(30.0, max_rate=7.0))
     assert 7.0 / RUNG_RATIO < found.rate <= 7.0
-    at_least = present(draws.highest(1.0, least=9.6))
+    at_least = present(draws.highest(1.0, min_rate=9.6))
     assert at_least.rate >= 9.6
 
 
@@ -164,4 +164,4 @@ def test_few_draws_are_those_that_failed_last(count: int | None, limit: float) -
     assert limit / RUNG_RATIO < found.rate <= limit
     assert len(found.runs) == len({draw for _, draw in draws.played}) == (count or 4)
     assert draws.played[0][1] == 2
-    assert judge.highest(SHAPE, 9.0, least=11.0, draws=1) is None
+    assert judge.highest(SHAPE, 9.0, min_rate=11.0, draws=1) is None

@@ -76,7 +76,7 @@ def assert_no_split_is_better(search: FleetSearch, best: ServedRate, *splits: Fl
     """Check that no split of the workers, searched or not, is much better than the best."""
     for each in splits:
         split = replace(each, policy=best.shape.policy)
-        served = search.judge(split, best.rate, least=best.rate)
+        served = search.judge(split, best.rate, min_rate=best.rate)
         assert served is None or served.rate <= 1.06 * best.rate, split
 
 
@@ -115,8 +115,11 @@ def test_large_prompts_with_small_gaps_get_a_prefill_pool() -> None:
 
 
 def test_policy_can_replace_a_second_pool() -> None:
-    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT), effort=0.1, draws=2)
-    best = FleetSearch(asked).rank_family(ONE_POOL, 2)[0]
+    policies = (DEFAULT, LONG_PROMPT)
+    asked = question(
+        LONGS, "ttft:250", families=(ONE_POOL,), policies=policies, effort=0.1, draws=2
+    )
+    best = FleetSearch(asked).best(2)[0]
     assert best.shape.policy == LONG_PROMPT
 
 
@@ -131,27 +134,27 @@ class Rated:
         self.judge: Callable[[FleetShape], float] | None = None
 
         def rated(
-            _: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0, step: float
+            _: FleetSearch, shape: FleetShape, _start: float, *, min_rate: float = 0.0, step: float
         ) -> Any:
             assert step > 1
             self.tried.append(shape)
-            return self._served(shape, self.rate_of(shape), least)
+            return self._served(shape, self.rate_of(shape), min_rate)
 
         def judged(
-            _: FleetSearch, shape: FleetShape, _start: float, *, least: float = 0.0,
-            most: float = math.inf, draws: int | None = None,
+            _: FleetSearch, shape: FleetShape, _start: float, *, min_rate: float = 0.0,
+            max_rate: float = math.inf, draws: int | None = None,
         ) -> Any:  # fmt: skip
             hardest = draws == 1
             (self.compared if hardest else self.judged).append(shape)
             rate_of = self.rate_of if hardest else self.judge or self.rate_of
-            return self._served(shape, min(rate_of(shape), most), least)
+            return self._served(shape, min(rate_of(shape), max_rate), min_rate)
 
         monkeypatch.setattr(FleetSearch, "rough_rate", rated)
         monkeypatch.setattr(FleetSearch, "judge", judged)
 
     @staticmethod
-    def _served(shape: FleetShape, rate: float, least: float) -> ServedRate | None:
-        return ServedRate(shape, rate, NOTHING) if rate >= least else None
+    def _served(shape: FleetShape, rate: float, min_rate: float) -> ServedRate | None:
+        return ServedRate(shape, rate, NOTHING) if rate >= min_rate else None
 
 
 @pytest.fixture
@@ -228,8 +231,8 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
     rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
     # The rate falls with the size of the long pool.
     rated.rate_of = lambda shape: rates[shape.policy] / (1 + shape.long / 1000)
-    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.rank_family(SHORT_LONG, 4)
+    search = FleetSearch(question(LONGS, "ttft:250", families=(SHORT_LONG,), policies=POLICIES))
+    best, *_ = search.best(4)
     assert best.shape.policy == CHUNKS
     assert rated.judged == [best.shape]
     # Only policies close to the best are compared, each with its best shape.
@@ -240,7 +243,7 @@ def test_best_policy_is_chosen(rated: Rated) -> None:
 def test_next_finalist_is_judged_if_the_best_by_one_draw_fails_others(rated: Rated) -> None:
     rated.rate_of = lambda shape: 10.0 + shape.long
     rated.judge = lambda shape: 5.0 if shape == rated.judged[0] else 10.0
-    best, *_ = FleetSearch(question(LONGS, "ttft:250")).rank_family(SHORT_LONG, 4)
+    best, *_ = FleetSearch(question(LONGS, "ttft:250", families=(SHORT_LONG,))).best(4)
     assert best.shape != rated.judged[0] == rated.compared[0]
     assert best.rate == 10.0
 
@@ -250,8 +253,8 @@ def test_policy_without_effect_is_not_chosen(rated: Rated) -> None:
     after = iter(range(100))
     rated.rate_of = lambda _: 10.0 * 1.015 ** next(after)
     rated.judge = lambda _: 10.0
-    search = FleetSearch(question(LONGS, "ttft:250", policies=POLICIES))
-    best, *_ = search.rank_family(ONE_POOL, 2)
+    search = FleetSearch(question(LONGS, "ttft:250", families=(ONE_POOL,), policies=POLICIES))
+    best, *_ = search.best(2)
     assert best.shape.policy == DEFAULT
 
 
@@ -548,7 +551,7 @@ def test_exact_run_judges_long_prompts_too(
 
 def test_outcomes_are_counted_as_in_the_search() -> None:
     search = FleetSearch(question(LONGS, "ttft:250 tpot:100", effort=0.1))
-    alone_s = search.trials.borne_s(40_000)
+    alone_s = search.trials.tolerated_ttft_s(40_000)
     assert alone_s > 0.25
 
     def answered(prompt: int, ttft: float, gap: float = 0.05, *, error: str = "") -> Outcome:
@@ -688,14 +691,14 @@ def test_short_trace_is_repeated(tmp_path: Path, lines: int) -> None:
 def test_returned_rate_stays_below_the_compute_bound(targets: str) -> None:
     search = FleetSearch(question("1500x100", targets, policies=(CHUNKS,)))
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
-    allowed = 2 * search.trials.traffic.most_each
+    allowed = 2 * search.trials.traffic.max_worker_rate
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
     served = present(search.judge(shape, 2 * allowed))
     assert 0.8 * allowed < served.rate <= allowed
     # No run is played if the required rate exceeds the bound.
     runs = search.trials.runs
-    assert search.judge(shape, allowed, least=1.01 * allowed) is None
-    assert search.rough_rate(shape, allowed, least=1.01 * allowed) is None
+    assert search.judge(shape, allowed, min_rate=1.01 * allowed) is None
+    assert search.rough_rate(shape, allowed, min_rate=1.01 * allowed) is None
     assert search.trials.runs == runs
 
 
@@ -723,8 +726,8 @@ def test_too_many_gpus_are_refused_with_the_largest_number(
         plan(asked, fits + gpus_each)
     # The plan also plays one more worker.
     search = FleetSearch(asked)
-    most = (fits // gpus_each + 1) * search.trials.traffic.most_each
-    assert Schedule(source=asked.source, count=search.trials.count(most, fine=True)).count
+    max_rate = (fits // gpus_each + 1) * search.trials.traffic.max_worker_rate
+    assert Schedule(source=asked.source, count=search.trials.count(max_rate, fine=True)).count
 
 
 def test_traffic_is_measured_and_a_run_lasts_longer_than_its_target() -> None:
@@ -734,7 +737,7 @@ def test_traffic_is_measured_and_a_run_lasts_longer_than_its_target() -> None:
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
     assert traffic.above(990) == 0
     plain, cached = (
-        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.most_each
+        FleetSearch(question("8000x20", "ttft:4000", prefix_hit=hit)).trials.traffic.max_worker_rate
         for hit in (0.0, 0.8)
     )
     assert 3 < cached / plain < 5
@@ -747,7 +750,7 @@ def test_growing_queue_fails_though_no_request_is_late() -> None:
     # No target limits the time to first token.
     search = FleetSearch(question("1500x100", "itl:80", policies=(CHUNKS,)))
     shape = FleetShape(general=2, policy=CHUNKS, itl_ms=80)
-    allowed = 2 * search.trials.traffic.most_each
+    allowed = 2 * search.trials.traffic.max_worker_rate
     for fine in (False, True):
         run = search.trials.play(shape, 1.2 * allowed, fine=fine)
         assert run.all.share == 1.0

@@ -104,9 +104,9 @@ def models() -> list[str]:
     """Return the short names and the checkpoints that the source has."""
     folder = _package() / "model_configs"
     names = sorted(
-        each.name.removesuffix("_config.json").replace("--", "/", 1)
-        for each in folder.glob("*_config.json")
-        if not each.name.endswith("_hf_quant_config.json")
+        file.name.removesuffix("_config.json").replace("--", "/", 1)
+        for file in folder.glob("*_config.json")
+        if not file.name.endswith("_hf_quant_config.json")
     )
     return [*MODELS, *names]
 
@@ -114,11 +114,11 @@ def models() -> list[str]:
 def systems() -> dict[str, str]:
     """Return the source's systems with vLLM data, by short name."""
     folder = _package() / "systems"
-    found: dict[str, str] = {}
-    for each in sorted((folder / "data").iterdir()):
-        if (each / "gemm" / BACKEND).is_dir():
-            found[each.name.removesuffix("_sxm")] = each.name
-    return found
+    names: dict[str, str] = {}
+    for system in sorted((folder / "data").iterdir()):
+        if (system / "gemm" / BACKEND).is_dir():
+            names[system.name.removesuffix("_sxm")] = system.name
+    return names
 
 
 def version() -> str:
@@ -138,16 +138,16 @@ def profile_of(key: ProfileKey) -> Profile:
     """Sample the source for a worker and fit the step time; takes a few seconds."""
     _check(key)
     why: list[str] = []
-    found: list[Profile] = []
+    profiles: list[Profile] = []
     for checkpoint in _checkpoints(key):
         for experts in _expert_layouts(checkpoint, key.tp):
             try:
-                found.append(_profile(key, checkpoint, experts))
+                profiles.append(_profile(key, checkpoint, experts))
                 break
             except UnsupportedProfileError as error:
                 why.append(str(error))
-    if found:
-        return min(found, key=lambda each: sum(map(each.time.seconds, USUAL_DECODES)))
+    if profiles:
+        return min(profiles, key=lambda profile: sum(map(profile.time.seconds, USUAL_DECODES)))
     raise UnsupportedProfileError(why[0] if why else "there is no checkpoint of this dtype")
 
 
@@ -156,14 +156,14 @@ def valid_values(key: ProfileKey) -> str:
     if sizes := _sizes_with_data(key):
         return f"; valid tp: {', '.join(sizes)}"
     others = [key._replace(dtype=dtype) for dtype in DTYPES if dtype != key.dtype]
-    found = [
-        f"{each.dtype} (tp {', '.join(s)})" for each in others if (s := _sizes_with_data(each))
+    values = [
+        f"{other.dtype} (tp {', '.join(s)})" for other in others if (s := _sizes_with_data(other))
     ]
-    return f"; valid dtype: {', '.join(found)}" if found else ""
+    return f"; valid dtype: {', '.join(values)}" if values else ""
 
 
 def _sizes_with_data(key: ProfileKey) -> list[str]:
-    found = []
+    sizes = []
     for tp in SIZES:
         other = key._replace(tp=tp)
         for checkpoint in _checkpoints(other):
@@ -172,8 +172,8 @@ def _sizes_with_data(key: ProfileKey) -> list[str]:
                     _size(other, checkpoint, experts)
                     # Some kernels are missed only by the first step.
                     _estimator(other, checkpoint, experts)(USUAL_DECODES[0])
-                    found.append(str(tp))
-    return list(dict.fromkeys(found))
+                    sizes.append(str(tp))
+    return list(dict.fromkeys(sizes))
 
 
 def _checkpoints(key: ProfileKey) -> list[Checkpoint]:
@@ -203,7 +203,7 @@ def _profile(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> 
 def backend(system: str) -> str:
     """Return the backend and its version that the kernels of a system were measured with."""
     folder = _package() / "systems" / "data" / systems()[system] / "gemm" / BACKEND
-    return f"{BACKEND} {max((each.name for each in folder.iterdir()), key=_numbers)}"
+    return f"{BACKEND} {max((version.name for version in folder.iterdir()), key=_numbers)}"
 
 
 def _numbers(name: str) -> list[int]:
@@ -276,9 +276,9 @@ def _estimator(
             "num_decode_requests": shape.decodes,
             "sum_decode_kv_tokens": shape.context_tokens,
         }
-        asked = json.dumps([{"schema_version": 1, "scheduled_requests": scheduled}])
+        question = json.dumps([{"schema_version": 1, "scheduled_requests": scheduled}])
         try:
-            return float(model.estimate_forward_pass_time_ms(asked)) / 1000
+            return float(model.estimate_forward_pass_time_ms(question)) / 1000
         except Exception as error:
             raise UnsupportedProfileError(_first_line(error)) from None
 
@@ -293,7 +293,7 @@ def _size(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Wor
     settings = _settings(key, checkpoint, experts)
     budget, seqs = SMALL_DEFAULTS.get(key.system, DEFAULTS)
     try:
-        found = estimate_kv_cache(
+        cache = estimate_kv_cache(
             checkpoint.name,
             settings["system_name"],
             BACKEND,
@@ -311,12 +311,12 @@ def _size(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Wor
         )
     except Exception as error:
         raise UnsupportedProfileError(_first_line(error)) from None
-    tokens = int(found["total_kv_size_tokens"])
+    tokens = int(cache["total_kv_size_tokens"])
     return WorkerSize(
         gpus=key.tp,
-        gpu_bytes=int(found["total_gpu_capacity_bytes"]),
-        other_bytes=int(sum(found["memory_breakdown"].values())),
-        gpu_token_bytes=int(found["kv_size_per_token_bytes"]),
+        gpu_bytes=int(cache["total_gpu_capacity_bytes"]),
+        other_bytes=int(sum(cache["memory_breakdown"].values())),
+        gpu_token_bytes=int(cache["kv_size_per_token_bytes"]),
         kv_token_bytes=kv_bytes_per_token(checkpoint.config, "bfloat16"),
         kv_pieces=checkpoint.layers * (1 if checkpoint.latent else 2),
         max_model_len=min(checkpoint.longest, tokens),
@@ -328,8 +328,8 @@ def _size(key: ProfileKey, checkpoint: Checkpoint, experts: ExpertLayout) -> Wor
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
-    for known, plain in SHORTER.items():
-        if known in line:
+    for phrase, plain in SHORTER.items():
+        if phrase in line:
             return plain
     return line[:200]
 
@@ -376,11 +376,11 @@ def named_by(text: str) -> list[str]:
     except profiles.NotBuiltInError as error:
         _require_source(error)
         key = error.key
-    given = profiles.read_parts(text)
-    found: list[str] = []
+    parts = profiles.read_parts(text)
+    checkpoints: list[str] = []
     why: list[str] = []
-    for dtype in [key.dtype] if "dtype" in given else DTYPES:
-        for tp in [key.tp] if "tp" in given else SIZES:
+    for dtype in [key.dtype] if "dtype" in parts else DTYPES:
+        for tp in [key.tp] if "tp" in parts else SIZES:
             try:
                 profile_of(key._replace(dtype=dtype, tp=tp))
             except UnsupportedProfileError as error:
@@ -388,10 +388,10 @@ def named_by(text: str) -> list[str]:
             except UsageError as error:
                 raise UsageError(f"profile {text}: {error}") from None
             else:
-                found.append(f"model={key.model},system={key.system},tp={tp},dtype={dtype}")
-    if not found:
+                checkpoints.append(f"model={key.model},system={key.system},tp={tp},dtype={dtype}")
+    if not checkpoints:
         raise UsageError(f"profile {text}: {'; '.join(dict.fromkeys(why))}")
-    return found
+    return checkpoints
 
 
 def _require_source(error: profiles.NotBuiltInError) -> None:

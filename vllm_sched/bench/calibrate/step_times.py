@@ -60,22 +60,28 @@ class CalibrationPlan:
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
-        most = max_model_len - 2 * STREAM_TOKENS - 4
-        longest = min(budget - max_batch, most)
+        max_context = max_model_len - 2 * STREAM_TOKENS - 4
+        longest = min(budget - max_batch, max_context)
         if longest < 64:
             raise MeasureError(
                 f"a step of {budget} tokens leaves a prompt {longest} next to {max_batch} decodes, "
                 "and 64 are needed; give a larger --budget or a smaller --max-batch"
             )
         prompts = sorted({round(16 * (longest / 16) ** (n / 9)) for n in range(10)})
-        contexts = {16, longest // 4, longest, most}
-        while (further := max(each for each in contexts if each < most) * 4) < most:
+        contexts = {16, longest // 4, longest, max_context}
+        while (
+            further := max(context for context in contexts if context < max_context) * 4
+        ) < max_context:
             contexts.add(further)
         return cls(tuple(batches), tuple(sorted(contexts)), tuple(prompts), budget, seed)
 
     def contexts_of(self, batch: int) -> list[int]:
-        most = self.contexts[-1]
-        return [each for each in self.contexts if batch * each <= most or each <= self.prompts[-1]]
+        max_context = self.contexts[-1]
+        return [
+            context
+            for context in self.contexts
+            if batch * context <= max_context or context <= self.prompts[-1]
+        ]
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class StepMeter(TokenApi):
         tell("warming up")
         await self._measure_decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._measure_prefill(1, plan.prompts[-1], plan.prompts[-1])
-        found: list[TimedStep] = []
+        steps: list[TimedStep] = []
         lone: dict[int, list[float]] = {tokens: [] for tokens in self._prompt_lengths(plan)}
         # Long prompts come first, because they show whether steps have another budget.
         for measure_part in (
@@ -138,11 +144,11 @@ class StepMeter(TokenApi):
             self._measure_mixes,
             self._measure_ends,
         ):
-            found += await measure_part(plan, tell)
+            steps += await measure_part(plan, tell)
             # After each part, because the machine's load may change during the measurement.
             await self._measure_alone(lone, tell)
         return MeasuredSteps(
-            found, [LonePrompt(tokens, statistics.median(times)) for tokens, times in lone.items()]
+            steps, [LonePrompt(tokens, statistics.median(times)) for tokens, times in lone.items()]
         )
 
     # The parts of a measurement
@@ -151,41 +157,41 @@ class StepMeter(TokenApi):
         self, plan: CalibrationPlan, tell: Callable[[str], None]
     ) -> list[TimedStep]:
         """Time the longest prompt next to one stream, and a quarter of it next to many."""
-        found: list[TimedStep] = []
+        steps: list[TimedStep] = []
         for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
             tell(f"both: a long prompt next to {batch} decoding")
-            found += await self._measure_chunks(batch, plan, part)
-        return found
+            steps += await self._measure_chunks(batch, plan, part)
+        return steps
 
     async def _measure_decodes(
         self, plan: CalibrationPlan, tell: Callable[[str], None]
     ) -> list[TimedStep]:
-        found: list[TimedStep] = []
+        steps: list[TimedStep] = []
         for batch in plan.batches:
             for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
-                found += await self._measure_decode(batch, context, plan.budget)
-        return found
+                steps += await self._measure_decode(batch, context, plan.budget)
+        return steps
 
     async def _measure_prefills(
         self, plan: CalibrationPlan, tell: Callable[[str], None]
     ) -> list[TimedStep]:
-        found: list[TimedStep] = []
+        steps: list[TimedStep] = []
         for count in BATCH_PROMPTS:
             for tokens in plan.prompts:
                 if count * tokens <= plan.prompts[-1]:
                     tell(f"prefill alone: {count} of {tokens} tokens")
-                    found += await self._measure_prefill(count, tokens, plan.prompts[-1])
-        return found
+                    steps += await self._measure_prefill(count, tokens, plan.prompts[-1])
+        return steps
 
     async def _measure_mixes(
         self, plan: CalibrationPlan, tell: Callable[[str], None]
     ) -> list[TimedStep]:
-        found: list[TimedStep] = []
+        steps: list[TimedStep] = []
         for batch in plan.batches:
             tell(f"both: prompts next to {batch} decoding")
-            found += await self._measure_mixed(batch, plan)
-        return found
+            steps += await self._measure_mixed(batch, plan)
+        return steps
 
     # One kind of step each
 
@@ -203,13 +209,15 @@ class StepMeter(TokenApi):
             for at in range(2, len(latest.ticks))
             if latest.tokens[at] <= STREAM_TOKENS and (gap := latest.gap(at)) is not None
         ]
-        found = []
+        steps = []
         for start in range(0, len(gaps) - WINDOW_TOKENS + 1, WINDOW_TOKENS):
             window = gaps[start : start + WINDOW_TOKENS]
             seconds = statistics.median(gap for gap, _ in window)
-            each = context + round(statistics.fmean(token for _, token in window)) - 1
-            found.append(TimedStep(StepShape(decodes=batch, context_tokens=batch * each), seconds))
-        return found
+            mean_context = context + round(statistics.fmean(token for _, token in window)) - 1
+            steps.append(
+                TimedStep(StepShape(decodes=batch, context_tokens=batch * mean_context), seconds)
+            )
+        return steps
 
     async def _measure_mixed(self, batch: int, plan: CalibrationPlan) -> list[TimedStep]:
         rounds = [tokens for tokens in plan.prompts for _ in range(REPEATS)]
@@ -238,8 +246,8 @@ class StepMeter(TokenApi):
         self, streams: Sequence[TimedStream], tokens: int
     ) -> SeenStep | None:
         newcomer = await self.stream(self.prompt(tokens), 1)
-        (found,) = await _last_steps(streams, newcomer.ticks[0], 1)
-        return found
+        (steps,) = await _last_steps(streams, newcomer.ticks[0], 1)
+        return steps
 
     async def _measure_prefill(self, prompts: int, tokens: int, plug: int) -> list[TimedStep]:
         """Time a step that only prefills `prompts` prompts of `tokens` tokens."""
@@ -278,24 +286,24 @@ class StepMeter(TokenApi):
         chunk, own = plan.budget - 1, plan.contexts[0]
         parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= MIN_PART_TOKENS]
         prompts = 2 * LONG_REPEATS * len(parts)
-        most = self._most_chunks(1, plan, prompts)
-        if most < 2:
+        max_chunks = self._most_chunks(1, plan, prompts)
+        if max_chunks < 2:
             return []
-        found: list[TimedStep] = []
-        async with self.streams(1, own, prompts * (most + MAX_STEPS_BETWEEN)) as streams:
+        steps: list[TimedStep] = []
+        async with self.streams(1, own, prompts * (max_chunks + MAX_STEPS_BETWEEN)) as streams:
             await streams[0].wait_until(2)
-            for count in (most // 2, most):
+            for count in (max_chunks // 2, max_chunks):
                 for part in parts:
                     tokens = count * chunk + part
                     seen = [
                         await self._time_beside_streams(streams, tokens)
                         for _ in range(LONG_REPEATS)
                     ]
-                    if good := [each for each in seen if each is not None]:
+                    if good := [prompt for prompt in seen if prompt is not None]:
                         pairs = part * (count * chunk + part / 2)
                         shape = StepShape(part, pairs, 1, median_context(good), 1, count * chunk)
-                        found.append(TimedStep(shape, median_seconds(good)))
-        return found
+                        steps.append(TimedStep(shape, median_seconds(good)))
+        return steps
 
     async def _measure_chunks(
         self, batch: int, plan: CalibrationPlan, part: float
@@ -352,8 +360,8 @@ class StepMeter(TokenApi):
 
     def _prompt_lengths(self, plan: CalibrationPlan) -> list[int]:
         """Return the lengths of whole prompts: several of one step, two of many steps."""
-        most = self.max_model_len - 2
-        longs = [each for each in (most // 4, most) if each > plan.budget]
+        max_tokens = self.max_model_len - 2
+        longs = [length for length in (max_tokens // 4, max_tokens) if length > plan.budget]
         return [*plan.prompts[::3], *longs]
 
     async def _measure_alone(
@@ -388,13 +396,13 @@ async def _last_steps(
         if stream.ended and moment - stream.ticks[-1] > stream.ticks[-1] - stream.ticks[-2]:
             return [None] * steps
     ends = [stream.nearest(moment) for stream in streams]
-    found: list[SeenStep | None] = []
+    last_steps: list[SeenStep | None] = []
     for back in range(steps - 1, -1, -1):
         at = [(stream, end - back) for stream, end in zip(streams, ends, strict=True)]
         gaps = [gap for stream, n in at if (gap := stream.gap(n)) is not None]
         context = sum(stream.prompt_tokens + stream.tokens[n] - 1 for stream, n in at if n >= 0)
-        found.append(SeenStep(statistics.median(gaps), context) if gaps else None)
-    return found
+        last_steps.append(SeenStep(statistics.median(gaps), context) if gaps else None)
+    return last_steps
 
 
 @asynccontextmanager

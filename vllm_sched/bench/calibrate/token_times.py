@@ -54,10 +54,10 @@ class TimedStream:
     def feed(self, data: bytes) -> None:
         now = time.perf_counter()
         *events, self._rest = (self._rest + data).split(b"\n\n")
-        made = [event for event in events if b'"choices":[{' in event]
-        if made:
-            counted = TOKENS_PATTERN.search(made[-1])
-            self.tick(now, int(counted[1]) if counted else self.count + len(made))
+        token_events = [event for event in events if b'"choices":[{' in event]
+        if token_events:
+            counted = TOKENS_PATTERN.search(token_events[-1])
+            self.tick(now, int(counted[1]) if counted else self.count + len(token_events))
 
     def tick(self, now: float, tokens: int) -> None:
         """Record an event: one token, or several if events were merged on the way."""
@@ -128,8 +128,8 @@ class TokenApi:
                 f"{self._wire.address} runs {running[1].replace('+', ' and ')}, and policies "
                 "change what a step computes; measure a worker started with --policy none"
             )
-        if (found := CACHE_PATTERN.search(page)) is not None:
-            labels = {name: int(value) for name, value in LABEL_PATTERN.findall(found[1])}
+        if (match := CACHE_PATTERN.search(page)) is not None:
+            labels = {name: int(value) for name, value in LABEL_PATTERN.findall(match[1])}
             blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)
             if blocks and block:
                 # If groups of layers share the blocks, a token takes several.

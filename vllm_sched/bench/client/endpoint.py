@@ -96,14 +96,18 @@ class Endpoint:
         return self.body(prompt, request.output_tokens, request.tenant)
 
 
-async def probe_endpoint(asked: EndpointOptions) -> Endpoint:
+async def probe_endpoint(options: EndpointOptions) -> Endpoint:
     """Return the endpoint with all that a load needs; raise `EndpointError` if it can't be used."""
-    headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
-    if asked.explain:
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+    if options.explain:
         headers["X-Explain"] = "1"
-    address = Address.parse(asked.url)
+    address = Address.parse(options.url)
     endpoint = Endpoint(
-        address, asked.path, asked.model, ignore_eos=asked.ignore_eos, headers=(*headers.items(),)
+        address,
+        options.path,
+        options.model,
+        ignore_eos=options.ignore_eos,
+        headers=(*headers.items(),),
     )
     wire = endpoint.wire(CONNECT_S)
     try:
@@ -112,26 +116,26 @@ async def probe_endpoint(asked: EndpointOptions) -> Endpoint:
         measure, doubt = await _measure(endpoint, wire)
     except WireError as error:
         words = str(error).removeprefix(f"{address}: ")
-        raise EndpointError(f"{address}: {words}{_remedy(asked, address, words)}") from None
+        raise EndpointError(f"{address}: {words}{_remedy(options, address, words)}") from None
     finally:
         wire.close()
-    doubts = [NO_IGNORE_EOS] * (asked.ignore_eos and not endpoint.ignore_eos)
+    doubts = [NO_IGNORE_EOS] * (options.ignore_eos and not endpoint.ignore_eos)
     doubts += [doubt] * bool(doubt)
     return replace(endpoint, measure=measure, doubts=tuple(doubts))
 
 
-def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
+def _remedy(options: EndpointOptions, address: Address, words: str) -> str:
     """Return what to do about an error; empty if unknown."""
     refused = STATUS_PATTERN.search(words)
     match refused and int(refused[1]):
-        case 401 | 403 if asked.key:
+        case 401 | 403 if options.key:
             return "; it rejects this key (--api-key, or OPENAI_API_KEY)"
         case 401 | 403:
             return "; give its key with --api-key, or in OPENAI_API_KEY"
         case 404 | 405 | 501 if words.startswith(MODELS):
             return "; is this an OpenAI endpoint? With --model NAME no model list is needed"
         case 404 | 405 if "model" not in words:
-            other = COMPLETIONS if asked.path == CHAT else CHAT
+            other = COMPLETIONS if options.path == CHAT else CHAT
             return f"; if it has {other} instead, use --endpoint {other}"
         case None if "no answer" in words and not address.tls:
             return "; if it uses TLS, write https://"
@@ -141,7 +145,7 @@ def _remedy(asked: EndpointOptions, address: Address, words: str) -> str:
 async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
     try:
         served = json.loads(await wire.get(MODELS, LIST_S))["data"]
-        models: dict[str, Any] = {each["id"]: each for each in served}
+        models: dict[str, Any] = {model["id"]: model for model in served}
     except WireError as error:
         if endpoint.model and str(error).startswith(NO_LIST_STATUSES):
             return endpoint  # no model list: try the given model
@@ -183,16 +187,18 @@ async def _measure(endpoint: Endpoint, wire: Wire) -> tuple[Measure, str]:
     The warning is for endpoints without usable token counts.
     """
     texts = Texts(-1)
-    words, most = PROBE_WORDS
+    words, many_words = PROBE_WORDS
     few = await _tokens(endpoint, wire, texts.text("few", words))
     if not few:
         return Measure(), NO_COUNT
     if endpoint.max_model_len is not None:
-        most = min(most, max(MIN_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
-    many = await _tokens(endpoint, wire, texts.text("many", most))
+        many_words = min(
+            many_words, max(MIN_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2))
+        )
+    many = await _tokens(endpoint, wire, texts.text("many", many_words))
     if many <= few:
         return Measure(), SAME_COUNT
-    per_word = (many - few) / (most - words)
+    per_word = (many - few) / (many_words - words)
     return Measure(per_word, max(0.0, few - words * per_word)), ""
 
 
@@ -200,8 +206,8 @@ async def _tokens(endpoint: Endpoint, wire: Wire, text: str) -> int:
     chat = {"messages": [{"role": "user", "content": text}]}
     question = {"model": endpoint.model} | (chat if endpoint.path == CHAT else {"prompt": text})
     try:
-        answer = await wire.post("/tokenize", json.dumps(question).encode(), PROBE_TIMEOUT_S)
-        count = json.loads(answer)["count"]
+        response = await wire.post("/tokenize", json.dumps(question).encode(), PROBE_TIMEOUT_S)
+        count = json.loads(response)["count"]
         if isinstance(count, int):
             return count
     except (WireError, ValueError, KeyError, TypeError):

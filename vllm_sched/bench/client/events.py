@@ -21,10 +21,10 @@ PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 
 class EventStream:
-    def __init__(self, outcome: Outcome, answer: list[bytes] | None = None) -> None:
-        """Append the events with tokens to `answer`, if it is given."""
+    def __init__(self, outcome: Outcome, token_events: list[bytes] | None = None) -> None:
+        """Append the events with tokens to `token_events`, if it is given."""
         self._outcome = outcome
-        self._answer = answer
+        self._token_events = token_events
         self.cached_tokens: int | None = None  # of the prompt, if the server reports it
         self._rest = b""
         self._done = False
@@ -49,8 +49,8 @@ class EventStream:
                 and b'"delta":{}' not in event
             ):
                 self._outcome.ticks.append(now)
-                if self._answer is not None:
-                    self._answer.append(event)
+                if self._token_events is not None:
+                    self._token_events.append(event)
             elif event.startswith(b"data: [DONE]"):
                 self._done = True
             elif event:
@@ -68,13 +68,13 @@ class EventStream:
         # Some servers send the usage without choices, where most send an empty list.
         alone = isinstance(usage, dict) and "error" not in message
         choices = message.get("choices", [] if alone else None)
-        if not (isinstance(choices, list) and all(isinstance(each, dict) for each in choices)):
+        if not (isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)):
             self._outcome.error = excerpt(payload)
             return
         if any(map(_carries_a_token, choices)):
             self._outcome.ticks.append(now)
-            if self._answer is not None:
-                self._answer.append(event)
+            if self._token_events is not None:
+                self._token_events.append(event)
         if isinstance(usage, dict):
             self._read_usage(usage)
 
@@ -82,8 +82,8 @@ class EventStream:
         outcome = self._outcome
         outcome.completed = _count(usage, "completion_tokens")
         outcome.prompt_tokens = _count(usage, "prompt_tokens") or outcome.prompt_tokens
-        if isinstance(found := usage.get("prompt_tokens_details"), dict):
-            self.cached_tokens = _count(found, "cached_tokens")
+        if isinstance(details := usage.get("prompt_tokens_details"), dict):
+            self.cached_tokens = _count(details, "cached_tokens")
 
 
 def _payload(event: bytes) -> bytes | None:
@@ -101,9 +101,9 @@ def _message(payload: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def text_of(answer: Iterable[bytes]) -> str:
+def text_of(events: Iterable[bytes]) -> str:
     """Return the text of events with tokens; invalid events have none."""
-    return "".join(map(_text, answer))
+    return "".join(map(_text, events))
 
 
 def _text(event: bytes) -> str:
@@ -125,6 +125,6 @@ def _carries_a_token(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         return "text" in choice  # a completion; half a character gives an empty text
-    said = {name: value for name, value in delta.items() if name != "role"}
+    content = {name: value for name, value in delta.items() if name != "role"}
     # With a role an empty text is only the opening; without one it is a token.
-    return bool(said) and ("role" not in delta or any(said.values()))
+    return bool(content) and ("role" not in delta or any(content.values()))

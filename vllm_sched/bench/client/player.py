@@ -70,34 +70,36 @@ class PlayedRun:
     @property
     def late_p99(self) -> float:
         """The 99th percentile of the client's delay; at least 0, as timers may fire early."""
-        return max(percentile((each.late for each in self.outcomes), 99) or 0.0, 0.0)
+        return max(percentile((outcome.late for outcome in self.outcomes), 99) or 0.0, 0.0)
 
     def warnings(self) -> list[str]:
-        found = []
+        warnings = []
         if self.late_p99 > LATE_LIMIT_S:
-            found.append(
+            warnings.append(
                 f"this client could not keep up: it sent 1 % of the requests {self.late_p99:.2f} s "
                 "late or more (latencies count from the planned time); reduce the load, or use "
                 "more clients"
             )
         if self.stall > STALL_LIMIT_S:
-            found.append(
+            warnings.append(
                 f"this client had no CPU for up to {self.stall:.2f} s: pauses of that "
                 "length may be its own; measure on an idle machine"
             )
         if self.busy > BUSY_LIMIT:
-            found.append(
+            warnings.append(
                 f"this client took {self.busy:.0%} of a CPU: near 100 % it limits the result; "
                 "use more clients"
             )
         if self.cut:
-            found.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
-        found += unfinished_warning(self.sessions)
+            warnings.append(cut_warning(self.cut, "model", sessions=bool(self.sessions)))
+        warnings += unfinished_warning(self.sessions)
         if self.short:
-            found.append(f"{self.short} responses ended before the requested length")
+            warnings.append(f"{self.short} responses ended before the requested length")
         if self.uncounted:
-            found.append(f"{self.uncounted} responses had no usage: each event counts as a token")
-        return found
+            warnings.append(
+                f"{self.uncounted} responses had no usage: each event counts as a token"
+            )
+        return warnings
 
 
 async def play(
@@ -106,7 +108,7 @@ async def play(
     *,
     salt: str = "",
     timeout_s: float = TIMEOUT_S,
-    tally: RunProgress | None = None,
+    progress: RunProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> PlayedRun:
     """Play the schedule until its end or `stop`; a failed request is an outcome, not an exception.
@@ -117,7 +119,7 @@ async def play(
     _allow_many_connections()
     texts = Texts(f"{schedule.seed}/{salt}")
     player = _Player(
-        endpoint, schedule, texts, timeout_s, tally or RunProgress(), stop or asyncio.Event()
+        endpoint, schedule, texts, timeout_s, progress or RunProgress(), stop or asyncio.Event()
     )
     with realtime_priority():
         return await player.run()
@@ -142,13 +144,13 @@ class _Player:
         schedule: Schedule,
         texts: Texts,
         timeout_s: float,
-        tally: RunProgress,
+        progress: RunProgress,
         stop: asyncio.Event,
     ) -> None:
         self._endpoint = endpoint
         self._schedule = schedule
         self._timeout_s = timeout_s
-        self._tally = tally
+        self._progress = progress
         self._stop = stop
         self._texts = texts
         self._wire = endpoint.wire()
@@ -167,9 +169,11 @@ class _Player:
         jobs = self._numbered()
         jobs = chain([*islice(jobs, 1)], jobs)  # the first is created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
-        self._tally.began = self._start
-        closed = self._schedule.concurrency is not None
-        sending = asyncio.create_task(self._play_closed(jobs) if closed else self._play_open(jobs))
+        self._progress.began = self._start
+        closed_loop = self._schedule.concurrency is not None
+        sending = asyncio.create_task(
+            self._play_closed(jobs) if closed_loop else self._play_open(jobs)
+        )
         stopped = asyncio.create_task(self._stop.wait())
         try:
             async with StallWatch() as stalls:
@@ -189,8 +193,10 @@ class _Player:
             interrupted=self._stop.is_set(),
             cut=self._cut + self._sessions.cut,
             short=sum(
-                each.good and self._endpoint.ignore_eos and each.completed < each.output_tokens
-                for each in self._outcomes
+                outcome.good
+                and self._endpoint.ignore_eos
+                and outcome.completed < outcome.output_tokens
+                for outcome in self._outcomes
             ),
             uncounted=self._uncounted,
             sessions=tuple(self._sessions.played),
@@ -199,8 +205,8 @@ class _Player:
     async def _play_open(self, jobs: Iterator[tuple[Request, bytes]]) -> None:
         async with asyncio.TaskGroup() as group:
             for request, body in jobs:
-                if (early := request.at - self._now()) > 0:
-                    await asyncio.sleep(early)
+                if (pause_s := request.at - self._now()) > 0:
+                    await asyncio.sleep(pause_s)
                 group.create_task(self._play(request, request.at, body))
                 # Late requests leave no sleep, and without one no response would be read.
                 await asyncio.sleep(0)
@@ -234,13 +240,13 @@ class _Player:
         return (await self._send(request, at, body))[1]
 
     async def _send(
-        self, request: Request, at: float, body: bytes, answer: list[bytes] | None = None
+        self, request: Request, at: float, body: bytes, token_events: list[bytes] | None = None
     ) -> tuple[Outcome, float | None]:
         outcome = Outcome.from_request(request, at)
         self._outcomes.append(outcome)
         outcome.sent = self._now()
-        self._tally.sent += 1
-        stream, retry = EventStream(outcome, answer), _HeaderReader(outcome)
+        self._progress.sent += 1
+        stream, retry = EventStream(outcome, token_events), _HeaderReader(outcome)
         try:
             await self._wire.stream(
                 self._endpoint.path,
@@ -265,11 +271,11 @@ class _Player:
         outcome.context_tokens = min(outcome.context_tokens, outcome.prompt_tokens)
         counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
-            self._tally.failed += 1
+            self._progress.failed += 1
             return
         self._uncounted += not counted
-        self._tally.done += 1
-        self._tally.tokens += outcome.completed
+        self._progress.done += 1
+        self._progress.tokens += outcome.completed
 
     def _numbered(self) -> Iterator[tuple[Request, bytes]]:
         for number, request in enumerate(self._schedule):

@@ -44,9 +44,9 @@ class Transcript:
         )
 
     def copy(self) -> Self:
-        made = type(self)(chat=self._chat)
-        made._parts = self._parts.copy()
-        return made
+        copied = type(self)(chat=self._chat)
+        copied._parts = self._parts.copy()
+        return copied
 
     def field(self) -> str:
         if self._chat:
@@ -123,17 +123,17 @@ class SessionPlayer:
         if talk.at >= self._end or played.failed:
             return False
         self.cut += turn.cut
-        answer: list[bytes] = []
-        known = turn.request.context_tokens if turn.restarts else talk.known
-        request = replace(turn.request, at=talk.at, context_tokens=known)
-        outcome, pause_s = await self._send(request, talk.at, body, answer)
+        token_events: list[bytes] = []
+        context_tokens = turn.request.context_tokens if turn.restarts else talk.known
+        request = replace(turn.request, at=talk.at, context_tokens=context_tokens)
+        outcome, pause_s = await self._send(request, talk.at, body, token_events)
         if pause_s is not None:
             played.failed = True
             talk.pauses_s.append(pause_s)
             return False
         talk.at = self._now()
         talk.known = outcome.prompt_tokens + outcome.completed
-        talk.transcript.extend("assistant", text_of(answer))
+        talk.transcript.extend("assistant", text_of(token_events))
         played.done += talk.own
         return True
 

@@ -79,17 +79,17 @@ class Texts:
 
     def joined(self, pieces: Iterable[tuple[object, int]], measure: Measure) -> str:
         """Return the text of pieces (name, tokens); at least a word, because APIs need a prompt."""
-        found = []
+        messages = []
         name: object = ""
-        tokens = done = 0
+        tokens = words_done = 0
         for name, more in pieces:
             # Rounded at the end of each piece, so that the errors of pieces do not add up.
             tokens += more
-            words = measure.words(tokens) - done
+            words = measure.words(tokens) - words_done
             if words > 0:
-                found.append(self.text(name, words))
-                done += words
-        return " ".join(found) or self.text(name, 1)
+                messages.append(self.text(name, words))
+                words_done += words
+        return " ".join(messages) or self.text(name, 1)
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ class Wire:
             raise WireError(str(error)) from None
 
     def close(self) -> None:
-        for each in list(self._open):
-            each.abort()
+        for connection in list(self._open):
+            connection.abort()
 
     async def _connect(self) -> _Connection:
         loop, limit = asyncio.get_running_loop(), asyncio.timeout(self._connect_s)
@@ -176,21 +176,21 @@ class _Connection(asyncio.Protocol):
         self._idle = idle
         self._opened = opened
         self._done: asyncio.Future[None] | None = None
-        self._begun = self._headed = self._framed = False
+        self._begun = self._has_head = self._has_length = False
 
     async def exchange(self, data: bytes, on_header: OnHeader, on_body: OnBody) -> None:
         if self._transport.is_closing():
             raise _UnansweredError("the connection is closed")
         self._parser = httptools.HttpResponseParser(self)
         self._on_header, self._deliver = on_header, on_body
-        self._begun = self._headed = self._framed = False
+        self._begun = self._has_head = self._has_length = False
         self._pieces: list[bytes] = []
-        done = self._done = asyncio.get_running_loop().create_future()
+        ended = self._done = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         try:
-            await done
+            await ended
         except asyncio.CancelledError:
-            if self._done is done:  # not already used by the next request
+            if self._done is ended:  # not already used by the next request
                 self.abort()
             raise
 
@@ -228,7 +228,7 @@ class _Connection(asyncio.Protocol):
         if not self._begun:
             self._end(_UnansweredError(str(error or "the connection was closed with no answer")))
         elif self._done and not self._done.done():
-            if self._headed and not self._framed:  # the close ends this response
+            if self._has_head and not self._has_length:  # the close ends this response
                 self.on_message_complete()
             else:
                 self._end(WireError(f"the response broke off: {error or 'connection closed'}"))
@@ -236,16 +236,16 @@ class _Connection(asyncio.Protocol):
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        self._headed = self._framed = False
+        self._has_head = self._has_length = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
-            self._framed = True
+            self._has_length = True
         self._on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._headed = True
+        self._has_head = True
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
@@ -253,7 +253,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < OK:
-            self._headed = False
+            self._has_head = False
             return  # early hints; the response follows
         if status != OK:
             words = excerpt(b"".join(self._pieces))

@@ -16,6 +16,7 @@ from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round, play
 from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
 from vllm_sched.bench.results import engine_trace
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, trace_variables, worker
 
@@ -113,44 +114,46 @@ def contender(
 
 
 @asynccontextmanager
-async def running(workers: Sequence[Worker], narrator: ProgressReporter) -> AsyncIterator[None]:
+async def running(workers: Sequence[Worker], reporter: ProgressReporter) -> AsyncIterator[None]:
     """Run all workers inside the block, and stop all of them at its end."""
     try:
-        narrator.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
+        reporter.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
         if on_cpu():
-            for each in workers:
-                each.start()
-            await asyncio.gather(*(asyncio.to_thread(each.wait_ready) for each in workers))
+            for worker in workers:
+                worker.start()
+            await asyncio.gather(*(asyncio.to_thread(worker.wait_ready) for worker in workers))
         else:
             # vLLM measures free memory at its start, so one worker starts at a time.
-            for each in workers:
-                each.start()
-                await asyncio.to_thread(each.wait_ready)
+            for worker in workers:
+                worker.start()
+                await asyncio.to_thread(worker.wait_ready)
         yield
     finally:
-        narrator.step("stopping the workers")
-        await asyncio.gather(*(asyncio.to_thread(each.stop) for each in workers))
+        reporter.step("stopping the workers")
+        await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in workers))
 
 
 async def measure(
-    contenders: Sequence[Contender], plan: ComparisonPlan, narrator: ProgressReporter
+    contenders: Sequence[Contender], plan: ComparisonPlan, reporter: ProgressReporter
 ) -> None:
     """Play the rounds against running workers, in reversed order every second round."""
-    for each in contenders:
-        narrator.step(f"warming up {each.role}")
+    for contender in contenders:
+        reporter.step(f"warming up {contender.role}")
         # The whole workload, so that policies learn what they would know in production.
-        await play_round(each, plan, plan.workload, 0, narrator)
+        await play_round(contender, plan, plan.workload, 0, reporter)
     for number in range(1, plan.rounds + 1):
-        for each in contenders if number % 2 else reversed(contenders):
-            narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.label})")
-            each.rounds.append(await play_round(each, plan, plan.workload, number, narrator))
+        for contender in contenders if number % 2 else reversed(contenders):
+            reporter.step(f"round {number} of {plan.rounds}, {contender.role} ({contender.label})")
+            contender.rounds.append(
+                await play_round(contender, plan, plan.workload, number, reporter)
+            )
 
 
 async def compare(
     baseline: Side,
     candidate: Side,
     plan: ComparisonPlan,
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
     *,
     trace: Path | None = None,
 ) -> Comparison:
@@ -159,12 +162,12 @@ async def compare(
         contender("baseline", baseline, plan, trace=trace),
         contender("candidate", candidate, plan, trace=trace),
     )
-    async with running([each.worker for each in sides], narrator):
-        await measure(sides, plan, narrator)
-        for each in sides:
-            if each.trace is not None:
-                narrator.step(f"reading the trace of {each.role}")
-                each.stories = await asyncio.to_thread(engine_trace.fetch, each.worker, each.trace)
+    async with running([side.worker for side in sides], reporter):
+        await measure(sides, plan, reporter)
+        for side in sides:
+            if side.trace is not None:
+                reporter.step(f"reading the trace of {side.role}")
+                side.stories = await asyncio.to_thread(engine_trace.fetch, side.worker, side.trace)
     return Comparison(plan, sides)
 
 
@@ -178,7 +181,7 @@ class Comparison:
     @property
     def figures(self) -> dict[str, list[report.Figure]]:
         first, *others = self.contenders
-        return {each.role: report.figures(first.rounds, each.rounds) for each in others}
+        return {other.role: report.figures(first.rounds, other.rounds) for other in others}
 
     @property
     def drawn(self) -> tuple[Contender, Contender]:
@@ -187,7 +190,7 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        return any(each.failed for each in self.contenders)
+        return any(contender.failed for contender in self.contenders)
 
     @property
     def disturbed(self) -> list[int]:
@@ -195,14 +198,14 @@ class Comparison:
         return [
             index
             for index in range(self.plan.rounds)
-            if any(each.rounds[index].stall > STALL_LIMIT_S for each in self.contenders)
+            if any(contender.rounds[index].stall > STALL_LIMIT_S for contender in self.contenders)
         ]
 
     def warning(self) -> str:
         """Return a warning if the machine was too busy to measure; otherwise an empty text."""
         if not self.disturbed:
             return ""
-        worst = max(played.stall for each in self.contenders for played in each.rounds)
+        worst = max(played.stall for contender in self.contenders for played in contender.rounds)
         return (
             f"{len(self.disturbed)} of {self.plan.rounds} rounds were disturbed: because of other "
             f"work on this machine the client had no CPU for up to {worst:.2f} s; measure again "
@@ -214,10 +217,10 @@ class Comparison:
 
         def median_ttft(played: Round) -> float:
             samples = report.ttfts([played], SHORT) or report.ttfts([played], TURN)
-            return report.percentile(samples, 50) or 0.0
+            return percentile(samples, 50) or 0.0
 
         def gain(index: int) -> float:
-            theirs, ours = (median_ttft(each.rounds[index]) for each in self.drawn)
+            theirs, ours = (median_ttft(contender.rounds[index]) for contender in self.drawn)
             return ours / theirs if theirs else 0.0
 
         everything = range(self.plan.rounds)
@@ -226,8 +229,8 @@ class Comparison:
         return by_gain[len(by_gain) // 2]
 
     def table(self) -> Table:
-        labels = [each.label for each in self.contenders]
-        failed = [len(each.failed) for each in self.contenders]
+        labels = [contender.label for contender in self.contenders]
+        failed = [len(contender.failed) for contender in self.contenders]
         return report.table(labels, [*self.figures.values()], failed)
 
     def to_json(self) -> dict[str, Any]:
@@ -242,7 +245,7 @@ class Comparison:
                 "lone_samples": self.plan.lone_samples,
             },
             "warning": self.warning(),
-            "sides": {each.role: _side_json(each) for each in self.contenders},
+            "sides": {contender.role: _side_json(contender) for contender in self.contenders},
             "figures": figures if len(figures) > 1 else next(iter(figures.values())),
         }
 
@@ -250,12 +253,12 @@ class Comparison:
         write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
-def _side_json(each: Contender) -> dict[str, Any]:
+def _side_json(contender: Contender) -> dict[str, Any]:
     return {
-        **each.facts,
-        "command": each.worker.command,
-        **report.serve_summary(each.rounds),
-        "classes": {k: report.serve_summary(each.rounds, k) for k in (*CLASSES, "lone")},
+        **contender.facts,
+        "command": contender.worker.command,
+        **report.serve_summary(contender.rounds),
+        "classes": {k: report.serve_summary(contender.rounds, k) for k in (*CLASSES, "lone")},
         "per_round": [
             {
                 "number": played.number,
@@ -263,30 +266,30 @@ def _side_json(each: Contender) -> dict[str, Any]:
                 "foreground_s": report.foreground_end(played),
                 "client_stall_s": played.stall,
             }
-            for played in each.rounds
+            for played in contender.rounds
         ],
     }
 
 
 async def play_round(
-    each: Contender,
+    contender: Contender,
     plan: ComparisonPlan,
     workload: Workload,
     number: int,
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
 ) -> Round:
     """Play a round against one side; round 0 is a warm-up."""
     await asyncio.sleep(PAUSE_BETWEEN_SIDES_S)
-    each.worker.check()  # one clear error for a dead worker, instead of one per request
+    contender.worker.check()  # one clear error for a dead worker, instead of one per request
     done = 0
 
     def count(_: Outcome) -> None:
         nonlocal done
         done += 1
-        narrator.detail(f"{done} requests done")
+        reporter.detail(f"{done} requests done")
 
     return await play(
-        each.worker.url,
+        contender.worker.url,
         plan.model,
         workload,
         number,

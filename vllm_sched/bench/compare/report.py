@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, CLASSES, LONG, SHORT, TURN
-from vllm_sched.bench.results import stats
+from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.results.summary import details, plain_table, served, show_number
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ GROUPS = {
 STYLES = {True: "green", False: "red", None: ""}  # by whether a figure is better
 
 SPREAD = "TTFT last - first"
-percentile = stats.percentile
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,8 @@ def class_rate(played: Round, klass: str) -> float | None:
         return _per_second(sum(0 < tick <= until for r in records for tick in r.ticks), until)
     if not records:
         return None
-    done = sum(r.prompt_tokens + r.completed for r in records if not r.error)
-    return _per_second(done, max(r.end for r in records) - min(r.sent for r in records))
+    tokens = sum(r.prompt_tokens + r.completed for r in records if not r.error)
+    return _per_second(tokens, max(r.end for r in records) - min(r.sent for r in records))
 
 
 def spread(played: Round, klass: str) -> float | None:
@@ -114,8 +113,8 @@ def backlogged_rate(played: Round, klass: str) -> float | None:
     """
     records = [r for r in played.records if r.klass == klass and r.ticks]
     until = max((r.ticks[0] for r in records), default=0.0)
-    done = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
-    return _per_second(done, until)
+    tokens = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
+    return _per_second(tokens, until)
 
 
 def total_rate(played: Round) -> float | None:
@@ -123,14 +122,14 @@ def total_rate(played: Round) -> float | None:
 
     Both sides do the same work, so no scheduler gains by delaying some of it.
     """
-    done = sum(
+    tokens = sum(
         sum(tick > 0 for tick in r.ticks)
         if r.klass == BACKGROUND
         else r.prompt_tokens + r.completed
         for r in played.records
         if not r.error
     )
-    return _per_second(done, max((r.end for r in played.records), default=0.0))
+    return _per_second(tokens, max((r.end for r in played.records), default=0.0))
 
 
 # Special rates of classes whose requests are all present at the start.
@@ -174,12 +173,12 @@ class Sides:
 
 def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
     sides, rounds = Sides(baseline, candidate), [*baseline, *candidate]
-    played = {record.klass for each in rounds for record in each.records}
+    played = {record.klass for played in rounds for record in played.records}
     return [
         *(line for klass in CLASSES if klass in played for line in sides.of_class(klass)),
         sides.median("all", "tokens/s", RATE, total_rate),
         sides.median("all", "all prompts done", SECONDS, foreground_end),
-        *(sides.ttfts("lone") if any(each.lone for each in rounds) else ()),
+        *(sides.ttfts("lone") if any(played.lone for played in rounds) else ()),
     ]
 
 
@@ -239,12 +238,12 @@ def serve_summary(rounds: Sequence[Round], klass: str | None = None) -> dict[str
     records = _of_class(rounds, klass) if klass else [r for p in rounds for r in p.records]
     good = [r for r in records if r.good]
     duration = sum(max((r.end for r in played.records), default=0.0) for played in rounds)
-    each = details(good)
+    detail = details(good)
     return {
         "duration": duration,
         "failed": len(records) - len(good),
         **served(good, duration),
-        **{name: each[name] for name in ("ttfts", "itls", "input_lens", "output_lens")},
+        **{name: detail[name] for name in ("ttfts", "itls", "input_lens", "output_lens")},
         "errors": [r.error for r in records if r.error],
     }
 

@@ -44,10 +44,10 @@ class Round:
 
 def request_body(model: str, prompt: Sequence[int], output_tokens: int, lane: str = "") -> bytes:
     """Return a completion request that generates exactly `output_tokens`."""
-    asked = {"vllm_xargs": {"lane": lane}} if lane else {}
+    arguments = {"vllm_xargs": {"lane": lane}} if lane else {}
     return json.dumps(
         {
-            **asked,
+            **arguments,
             "model": model,
             "prompt": list(prompt),
             "max_tokens": output_tokens,

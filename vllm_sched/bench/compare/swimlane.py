@@ -176,8 +176,10 @@ def write(comparison: Comparison, path: Path) -> None:
     index = comparison.typical()
     *_, lines = comparison.figures.values()
     panels = [
-        Panel(role, each.label, each.rounds[index], _numbers(lines, role), each.stories)
-        for role, each in zip(("baseline", "candidate"), comparison.drawn, strict=True)
+        Panel(
+            role, contender.label, contender.rounds[index], _numbers(lines, role), contender.stories
+        )
+        for role, contender in zip(("baseline", "candidate"), comparison.drawn, strict=True)
     ]
     workload = comparison.plan.workload
     title = f"{workload.name}: the same arrivals under two schedulers"
@@ -187,7 +189,7 @@ def write(comparison: Comparison, path: Path) -> None:
     )
     svg = swimlane(panels, title=title, subtitle=notes)
     if path.suffix == ".html":
-        roles = [f"{each.role}: {each.label}" for each in panels]
+        roles = [f"{panel.role}: {panel.label}" for panel in panels]
         write_whole(
             path, page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
         )
@@ -211,10 +213,10 @@ def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
     y = top + PANEL_HEAD
     for klass, records in groups:
         middle = y + len(records) * LANE / 2 + 4
-        each = "streams" if klass == BACKGROUND else f"x {records[0].prompt_tokens:,} tokens"
+        unit = "streams" if klass == BACKGROUND else f"x {records[0].prompt_tokens:,} tokens"
         parts.append(_text(24, middle - (6 if len(records) > 1 else 0), GROUPS[klass]))
         if len(records) > 1:
-            parts.append(_text(24, middle + 9, f"{len(records)} {each}", "soft"))
+            parts.append(_text(24, middle + 9, f"{len(records)} {unit}", "soft"))
         for number, record in enumerate(sorted(records, key=lambda r: r.sent), 1):
             parts.append(_lane(record, f"{klass} {number}", scale, y, panel.phases(record)))
             y += LANE
@@ -371,9 +373,9 @@ def _requests_text(records: Sequence[Outcome]) -> str:
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
     parts += [
-        f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens"
+        f"{len(of[klass])} {klass} prompts of {of[klass][0].prompt_tokens:,} tokens"
         for klass in (LONG, SHORT, TURN)
-        if (some := of[klass])
+        if of[klass]
     ]
     if of[BATCH]:
         parts.append(f"{len(of[BATCH])} batch requests")

@@ -122,7 +122,7 @@ def _beside_longs(
     Output lengths are fixed, so both sides do the same work. The background lasts four times as
     long as full budgets need, and outlasts small chunks.
     """
-    new_tokens = sum(each.prompt_tokens - each.cached_tokens for each in arriving)
+    new_tokens = sum(arrival.prompt_tokens - arrival.cached_tokens for arrival in arriving)
     outlasting = 64 + 4 * (longs * long_tokens + new_tokens) // STEP_TOKENS
     return (
         *(PlannedRequest(0.0, BACKGROUND, 24, outlasting) for _ in range(background)),
@@ -196,10 +196,10 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 def build(name: str, **parameters: int | float | None) -> Workload:
     """Return the workload `name`; a parameter of None means its default."""
-    given = {key: value for key, value in parameters.items() if value is not None}
+    present = {key: value for key, value in parameters.items() if value is not None}
     try:
         make = WORKLOADS[name]
     except KeyError:
         valid = ", ".join(sorted(WORKLOADS))
         raise UsageError(f"unknown workload {name!r}; use one of: {valid}") from None
-    return make(**given)
+    return make(**present)

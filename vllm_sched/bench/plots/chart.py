@@ -57,9 +57,9 @@ def draw_chart(chart: Chart, path: Path) -> None:
         if chart.subtitle:
             axes.set_title(chart.title, pad=20)
             axes.text(0, 1.02, chart.subtitle, transform=axes.transAxes, color=MUTED, fontsize=8)
-        for look, each in zip(line_styles(len(chart.series)), chart.series, strict=True):
-            drawn = {"linestyle": "none", "fillstyle": "none"} if each.dots else {"marker": ""}
-            name, points = label(each.name), zip(*each.points, strict=True)
+        for look, series in zip(line_styles(len(chart.series)), chart.series, strict=True):
+            drawn = {"linestyle": "none", "fillstyle": "none"} if series.dots else {"marker": ""}
+            name, points = label(series.name), zip(*series.points, strict=True)
             axes.plot(*points, label=name, gid="line", **look | drawn)
         if chart.log_x:
             axes.set_xscale("log")

@@ -51,16 +51,16 @@ def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
 def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
     events: dict[str, list[tuple[float, float]]] = defaultdict(list)
     totals: Counter[str] = Counter()
-    for each in outcomes:
-        if not each.ticks:
+    for outcome in outcomes:
+        if not outcome.ticks:
             continue
-        tokens = [(each.ticks[0], float(each.prompt_tokens))]
+        tokens = [(outcome.ticks[0], float(outcome.prompt_tokens))]
         # An event with several tokens counts for all of them.
-        worth = max(each.completed, len(each.ticks)) / len(each.ticks)
-        tokens += [(tick, worth) for tick in each.ticks]
-        tenant = each.tenant or NO_TENANT
+        worth = max(outcome.completed, len(outcome.ticks)) / len(outcome.ticks)
+        tokens += [(tick, worth) for tick in outcome.ticks]
+        tenant = outcome.tenant or NO_TENANT
         events[tenant] += tokens
-        totals[tenant] += each.prompt_tokens + each.completed
+        totals[tenant] += outcome.prompt_tokens + outcome.completed
     named = [name for name, _ in totals.most_common()]
     if len(named) > MAX_TENANT_LINES:
         for name in named[MAX_TENANT_LINES - 1 :]:
@@ -99,14 +99,14 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
 
 def sent_to_workers(outcomes: Sequence[Outcome]) -> tuple[list[str], float, list[list[float]]]:
     """Return the workers, the seconds shown, and the prompt tokens per second by time slice."""
-    routed = [each for each in outcomes if each.worker]
-    workers = sorted({each.worker for each in routed})
-    seconds = max((each.sent for each in routed), default=0.0) * 1.0001 or 1.0
+    routed = [outcome for outcome in outcomes if outcome.worker]
+    workers = sorted({outcome.worker for outcome in routed})
+    seconds = max((outcome.sent for outcome in routed), default=0.0) * 1.0001 or 1.0
     width = seconds / BINS
     rows = [[0.0] * BINS for _ in workers]
-    for each in routed:
-        slot = min(BINS - 1, max(0, int(each.sent / width)))
-        rows[workers.index(each.worker)][slot] += each.prompt_tokens / width
+    for outcome in routed:
+        slot = min(BINS - 1, max(0, int(outcome.sent / width)))
+        rows[workers.index(outcome.worker)][slot] += outcome.prompt_tokens / width
     return workers, seconds, rows
 
 

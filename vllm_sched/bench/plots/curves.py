@@ -37,10 +37,10 @@ def draw_goodput(stem: Path, curves: Mapping[str, Curve], targets: str) -> None:
     y = "requests/s in time" if targets else "requests/s done"
     with picture(stem, title, "offered rate (requests/s)", y) as axes:
         _draw(axes, curves)
-        most = max((x for curve in curves.values() for x in curve.points), default=1.0)
-        axes.plot([0, most], [0, most], color=MUTED, linewidth=0.9, gid="all")
+        max_rate = max((x for curve in curves.values() for x in curve.points), default=1.0)
+        axes.plot([0, max_rate], [0, max_rate], color=MUTED, linewidth=0.9, gid="all")
         top = _top(curves)
-        end = min(most, top)
+        end = min(max_rate, top)
         axes.annotate(
             "offered", (end, end), xytext=(-8, -2), textcoords="offset points", ha="right",
             va="top", color=MUTED,
@@ -91,11 +91,11 @@ def _top(curves: Mapping[str, Curve]) -> float:
 def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
     for look, (name, curve) in zip(line_styles(len(curves)), curves.items(), strict=True):
         xs = sorted(curve.points)
-        found = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
+        intervals = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
         axes.errorbar(
             xs,
-            [mean for mean, _ in found],
-            yerr=[half for _, half in found],
+            [mean for mean, _ in intervals],
+            yerr=[half for _, half in intervals],
             capsize=3,
             elinewidth=1,
             label=label(name),
@@ -150,7 +150,7 @@ def draw_tail(
         legend(axes, len(shown))
 
 
-def ccdf(ordered: Sequence[float], points: int = CURVE_POINTS) -> tuple[list[float], list[float]]:
+def ccdf(ordered: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return latencies and the share of samples at or above each.
 
     Of many samples only some are kept, but all near the tail.
@@ -158,7 +158,7 @@ def ccdf(ordered: Sequence[float], points: int = CURVE_POINTS) -> tuple[list[flo
     total = len(ordered)
     # Ranks from the top: all of the last samples, then geometric steps.
     ranks = {1, total}
-    step = max(1.0001, total ** (1 / points))
+    step = max(1.0001, total ** (1 / CURVE_POINTS))
     rank = 1.0
     while rank < total:
         ranks.add(round(rank))

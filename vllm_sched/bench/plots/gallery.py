@@ -22,7 +22,7 @@ MAX_CLASS_LINES: Final = 6  # most lines in a picture of a run
 
 def draw_run(result: BenchResult, folder: Path) -> list[Path]:
     """Draw a run: latency tails, and tenants and workers if there are any; return the files."""
-    good = [each for each in result.outcomes if each.good]
+    good = [outcome for outcome in result.outcomes if outcome.good]
     classes = _by_class(good)
     name = result.schedule.source.name
     drawn: list[Path] = []
@@ -30,19 +30,22 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
         folder / "ttft",
         f"Time to first token, {name}",
         "TTFT",
-        {name: [each.ttft for each in some] for name, some in classes.items()},
+        {name: [outcome.ttft for outcome in of_class] for name, of_class in classes.items()},
         result.targets.ttft,
     )
     drawn += files(folder / "ttft")
-    gaps = {name: [gap for each in some for gap in each.itls] for name, some in classes.items()}
+    gaps = {
+        name: [gap for outcome in of_class for gap in outcome.itls]
+        for name, of_class in classes.items()
+    }
     if any(gaps.values()):  # single tokens, and coarse simulations, have no gaps
         title = f"Gaps between tokens, {name}"
         draw_tail(folder / "itl", title, "ITL", gaps, result.targets.itl)
         drawn += files(folder / "itl")
-    if any(each.tenant for each in good):
+    if any(outcome.tenant for outcome in good):
         draw_tenants(folder / "tenants", good)
         drawn += files(folder / "tenants")
-    if any(each.worker for each in result.outcomes):
+    if any(outcome.worker for outcome in result.outcomes):
         draw_router(folder / "router", result.outcomes)
         drawn += files(folder / "router")
     return drawn
@@ -50,13 +53,13 @@ def draw_run(result: BenchResult, folder: Path) -> list[Path]:
 
 def _by_class(outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
     """Return the outcomes by class in order of arrival; rare classes are combined."""
-    counts = Counter(each.klass for each in outcomes)
-    most = len(counts) if len(counts) <= MAX_CLASS_LINES else MAX_CLASS_LINES - 1
-    named = {name for name, _ in counts.most_common(most)}
-    found: dict[str, list[Outcome]] = defaultdict(list)
-    for each in outcomes:
-        found[each.klass if each.klass in named else OTHERS].append(each)
-    return found
+    counts = Counter(outcome.klass for outcome in outcomes)
+    max_named = len(counts) if len(counts) <= MAX_CLASS_LINES else MAX_CLASS_LINES - 1
+    named = {name for name, _ in counts.most_common(max_named)}
+    outcomes_of: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        outcomes_of[outcome.klass if outcome.klass in named else OTHERS].append(outcome)
+    return outcomes_of
 
 
 def draw_sweep(

@@ -75,15 +75,15 @@ def draw_steps(stem: Path, title: str, steps: Sequence[PlottedStep]) -> None:
         axes.legend(loc="upper right", ncols=3, handlelength=2.4)
 
 
-def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[PlottedStep]:
+def columns(steps: Sequence[PlottedStep], max_columns: int = MAX_COLUMNS) -> list[PlottedStep]:
     """Combine steps that are too narrow to be visible."""
-    if len(steps) <= most:
+    if len(steps) <= max_columns:
         return list(steps)
     start = steps[0].start
-    width = (steps[-1].end - start) / most or 1.0
-    found: dict[int, list[PlottedStep]] = {}
+    width = (steps[-1].end - start) / max_columns or 1.0
+    columns: dict[int, list[PlottedStep]] = {}
     for step in steps:
-        found.setdefault(int((step.start - start) / width), []).append(step)
+        columns.setdefault(int((step.start - start) / width), []).append(step)
     return [
         PlottedStep(
             start + column * width,
@@ -92,5 +92,5 @@ def columns(steps: Sequence[PlottedStep], most: int = MAX_COLUMNS) -> list[Plott
             fmean(step.decode for step in inside),
             fmean(step.budget for step in inside),
         )
-        for column, inside in found.items()
+        for column, inside in columns.items()
     ]

@@ -78,8 +78,8 @@ def read(path: Path) -> Stories:
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         track = event["pid"], event.get("tid", 0)
         if event["ph"] == "M" and event["name"] == "thread_name":
-            if found := REQUEST_NAME_PATTERN.search(event["args"]["name"]):
-                names[track] = found[1]
+            if match := REQUEST_NAME_PATTERN.search(event["args"]["name"]):
+                names[track] = match[1]
         elif event["ph"] == "X" and track in names:
             start = event["ts"] / MICRO
             tokens = event.get("args", {}).get("tokens", 0)

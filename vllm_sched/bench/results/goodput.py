@@ -48,24 +48,24 @@ class Targets:
         )
 
     def as_ms(self) -> dict[str, float | None]:
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: None if value is None else value * 1000 for name, value in found.items()}
+        targets = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: None if value is None else value * 1000 for name, value in targets.items()}
 
 
 def parse(pairs: Sequence[str]) -> Targets:
     """Parse targets such as `ttft:3000 itl:300`, in milliseconds."""
-    names = [each.name for each in fields(Targets)]
-    found: dict[str, float] = {}
+    names = [field.name for field in fields(Targets)]
+    targets: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
         if name not in names:
             raise UsageError(f"--goodput {pair}: unknown target; use one of: {', '.join(names)}")
         try:
-            found[name] = float(value) / 1000
+            targets[name] = float(value) / 1000
         except ValueError:
             raise UsageError(
                 f"--goodput {pair}: {value!r} is not a number of milliseconds; write {name}:500"
             ) from None
-        if not 0 < found[name] < float("inf"):
+        if not 0 < targets[name] < float("inf"):
             raise UsageError(f"--goodput {pair}: a target must be above 0 ms; write {name}:500")
-    return Targets(**found)
+    return Targets(**targets)

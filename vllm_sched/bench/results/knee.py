@@ -23,25 +23,25 @@ Measure = Callable[[float], Awaitable[float]]
 
 
 async def explore_rates(
-    measure: Measure, start: float, least: float = 0.0, most: float = math.inf
+    measure: Measure, start: float, min_rate: float = 0.0, max_rate: float = math.inf
 ) -> None:
     """Measure doubled rates until one is not served, then rates near the limit.
 
     `measure` plays a rate and returns the share of requests in time. If the first rate is too high,
-    it is halved. All rates are between `least` and `most`.
+    it is halved. All rates are between `min_rate` and `max_rate`.
     """
-    least = max(least, start / 2**MAX_HALVINGS)
+    min_rate = max(min_rate, start / 2**MAX_HALVINGS)
     good, bad = 0.0, math.inf
     rate = start
     for _ in range(MAX_HALVINGS + MAX_DOUBLINGS):
         if await measure(rate) >= SERVED_SHARE:
             good = rate
-            if bad < math.inf or 2 * rate > most:
+            if bad < math.inf or 2 * rate > max_rate:
                 break
             rate *= 2
         else:
             bad = rate
-            if good or rate / 2 < least:
+            if good or rate / 2 < min_rate:
                 break
             rate /= 2
     if not good or bad == math.inf:
@@ -65,11 +65,11 @@ async def explore_concurrencies(measure: Measure, start: float = 1.0) -> None:
     best = stale = 0.0
     concurrency = start
     for _ in range(MAX_DOUBLINGS):
-        found = await measure(concurrency)
-        stale = stale + 1 if found <= MIN_GAIN * best else 0
+        measured = await measure(concurrency)
+        stale = stale + 1 if measured <= MIN_GAIN * best else 0
         if stale == 2:
             return
-        best = max(best, found)
+        best = max(best, measured)
         concurrency *= 2
 
 
@@ -91,9 +91,7 @@ def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
     best = max(throughputs.values(), default=0.0)
     if best <= 0:
         return None
-    knee = min(
-        (x for x, found in throughputs.items() if found >= SERVED_SHARE * best), default=None
-    )
+    knee = min((x for x, rate in throughputs.items() if rate >= SERVED_SHARE * best), default=None)
     return None if knee == max(throughputs, default=None) else knee
 
 
@@ -103,7 +101,7 @@ def kept_up(outcomes: Iterable[Outcome]) -> float:
     If latency grows by `growth` seconds per second, one in `1 + growth` requests is served.
     """
     trend = Trend()
-    for each in outcomes:
-        if each.good:
-            trend.add(each.at, each.latency)
+    for outcome in outcomes:
+        if outcome.good:
+            trend.add(outcome.at, outcome.latency)
     return 1 / (1 + trend.growth)

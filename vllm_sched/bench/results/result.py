@@ -56,8 +56,8 @@ class BenchResult:
             "max_concurrency": schedule.concurrency,
             **classes[ALL],
             **details(self.outcomes),
-            **({"sessions": found} if (found := self.session_figures()) else {}),
-            "classes": {name: found for name, found in classes.items() if name != ALL},
+            **({"sessions": sessions} if (sessions := self.session_figures()) else {}),
+            "classes": {name: figures for name, figures in classes.items() if name != ALL},
             "goodput_targets_ms": self.targets.as_ms(),
             "workload": {
                 "name": schedule.source.name,

@@ -66,45 +66,47 @@ def session_figures(
     sessions: Sequence[PlayedSession], outcomes: Iterable[Outcome]
 ) -> dict[str, Any]:
     """Return the figures as JSON, times in seconds; each session is in `tasks`."""
-    finished = [each for each in sessions if each.seconds is not None]
-    failed = sum(each.failed for each in sessions)
+    finished = [session for session in sessions if session.seconds is not None]
+    failed = sum(session.failed for session in sessions)
     return {
         "begun": len(sessions),
         "finished": len(finished),
         "failed": failed,
         "unfinished": len(sessions) - len(finished) - failed,
-        "sub_agents": sum(each.sub_agents for each in sessions),
-        **_spread("turns", (each.turns for each in sessions)),
+        "sub_agents": sum(session.sub_agents for session in sessions),
+        **_spread("turns", (session.turns for session in sessions)),
         **_spread("task_s", map(_task_s, finished)),
         **_spread("task_without_thinking_s", map(_without_thinking, finished)),
-        **_turn_figures([each for each in outcomes if each.good and each.session]),
+        **_turn_figures([outcome for outcome in outcomes if outcome.good and outcome.session]),
         "by_turns": {
             name: {"finished": len(group), **_spread("task_s", map(_task_s, group))}
             for name, group in _by_turns(finished).items()
         },
-        "tasks": [each.to_json() for each in sessions],
+        "tasks": [session.to_json() for session in sessions],
     }
 
 
 def _turn_figures(turns: Sequence[Outcome]) -> dict[str, float | None]:
     """Return the figures of complete turns: TTFT, and how much of the prompts was not new."""
-    first = [each for each in turns if not each.context_tokens]
-    later = [each for each in turns if each.context_tokens]
+    first = [turn for turn in turns if not turn.context_tokens]
+    later = [turn for turn in turns if turn.context_tokens]
     repeating = [t for t in turns if t.context_tokens >= HIGH_REUSE * t.prompt_tokens]
-    known = [each for each in turns if each.cached_tokens is not None]
+    reported = [turn for turn in turns if turn.cached_tokens is not None]
     return {
-        **_spread("first_ttft_s", (each.ttft for each in first)),
-        **_spread("later_ttft_s", (each.ttft for each in later)),
-        "repeated_share": _share(sum(each.context_tokens for each in turns), _prompts(turns)),
+        **_spread("first_ttft_s", (turn.ttft for turn in first)),
+        **_spread("later_ttft_s", (turn.ttft for turn in later)),
+        "repeated_share": _share(sum(turn.context_tokens for turn in turns), _prompts(turns)),
         "high_reuse_turns": _share(len(repeating), len(turns)),
-        "cached_share": _share(sum(each.cached_tokens or 0 for each in known), _prompts(known)),
+        "cached_share": _share(
+            sum(turn.cached_tokens or 0 for turn in reported), _prompts(reported)
+        ),
     }
 
 
 def _by_turns(finished: Iterable[PlayedSession]) -> dict[str, list[PlayedSession]]:
     groups: defaultdict[str, list[PlayedSession]] = defaultdict(list)
-    for each in sorted(finished, key=lambda session: session.turns):
-        groups[_group(each.turns)].append(each)
+    for session in sorted(finished, key=lambda session: session.turns):
+        groups[_group(session.turns)].append(session)
     return groups
 
 
@@ -144,7 +146,7 @@ def cut_warning(count: int, place: str, *, sessions: bool) -> str:
 
 def unfinished_warning(sessions: Sequence[PlayedSession]) -> list[str]:
     """Return the warning on task times if some tasks did not finish."""
-    count = sum(each.end is None for each in sessions)
+    count = sum(session.end is None for session in sessions)
     if not count:
         return []
     return [
@@ -162,7 +164,7 @@ def _without_thinking(session: PlayedSession) -> float:
 
 
 def _prompts(turns: Iterable[Outcome]) -> int:
-    return sum(each.prompt_tokens for each in turns)
+    return sum(turn.prompt_tokens for turn in turns)
 
 
 def _group(turns: int) -> str:

@@ -37,8 +37,8 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
     Interrupted requests are left out. As in vLLM, a failed request has zeros in the sample lists.
     Our own keys are `interrupted`, `goodput_share`, `merged_tokens` and `max_*_ms`.
     """
-    ended = [each for each in outcomes if not each.interrupted]
-    good = [each for each in ended if each.good]
+    ended = [outcome for outcome in outcomes if not outcome.interrupted]
+    good = [outcome for outcome in ended if outcome.good]
     met = sum(map(targets.is_met_by, good))
     return {
         "duration": duration,
@@ -57,7 +57,7 @@ def summary(outcomes: Sequence[Outcome], duration: float, targets: Targets) -> d
 def served(good: Sequence[Outcome], duration: float) -> dict[str, Any]:
     """Return counts, rates and latencies of complete requests under vLLM's keys."""
     prompts, outputs = sum(o.prompt_tokens for o in good), sum(o.completed for o in good)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "completed": len(good),
         "total_input_tokens": prompts,
         "total_output_tokens": outputs,
@@ -68,27 +68,27 @@ def served(good: Sequence[Outcome], duration: float) -> dict[str, Any]:
         "merged_tokens": sum(max(0, o.completed - len(o.ticks)) for o in good),
     }
     for name, values in samples(good).items():
-        found |= _spread(name, values)
-    return found
+        figures |= _spread(name, values)
+    return figures
 
 
 def samples(good: Iterable[Outcome]) -> dict[str, list[float]]:
     """Return sorted latencies in seconds under the names of targets."""
-    found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
-    for each in good:
-        found["ttft"].append(each.ttft)
-        found["e2el"].append(each.latency)
-        found["itl"] += each.itls
-        if (tpot := each.tpot) is not None:
-            found["tpot"].append(tpot)
-    for values in found.values():
+    samples: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
+    for outcome in good:
+        samples["ttft"].append(outcome.ttft)
+        samples["e2el"].append(outcome.latency)
+        samples["itl"] += outcome.itls
+        if (tpot := outcome.tpot) is not None:
+            samples["tpot"].append(tpot)
+    for values in samples.values():
         values.sort()
-    return found
+    return samples
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
     """Return every request's samples in order of time; vLLM's keys, then ours."""
-    ended = [each for each in outcomes if not each.interrupted]
+    ended = [outcome for outcome in outcomes if not outcome.interrupted]
     return {
         "input_lens": [o.prompt_tokens for o in ended],
         "output_lens": [o.completed if o.good else 0 for o in ended],
@@ -120,10 +120,10 @@ def by_class(
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of each class in order of first arrival, then those of all."""
     parts: dict[str, list[Outcome]] = {}
-    for each in outcomes:
-        parts.setdefault(each.klass, []).append(each)
-    found = {name: summary(some, duration, targets) for name, some in parts.items()}
-    return found | {ALL: summary(outcomes, duration, targets)}
+    for outcome in outcomes:
+        parts.setdefault(outcome.klass, []).append(outcome)
+    classes = {name: summary(of_class, duration, targets) for name, of_class in parts.items()}
+    return classes | {ALL: summary(outcomes, duration, targets)}
 
 
 def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
@@ -140,9 +140,9 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
     columns = shown.values()
 
     def row(title: str, key: str, format_figure: Callable[[Any], str], **style: Any) -> None:
-        layout.add_row(title, *(format_figure(found[key]) for found in columns), **style)
+        layout.add_row(title, *(format_figure(figures[key]) for figures in columns), **style)
 
-    failed = any(found["failed"] for found in columns)
+    failed = any(figures["failed"] for figures in columns)
     row("requests done", "completed", "{:,}".format)
     row("failed", "failed", "{:,}".format, style="bold red" if failed else "")
     row("requests/s", "request_throughput", show_number)
@@ -153,7 +153,8 @@ def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
     row("all tokens/s", "total_token_throughput", show_number, end_section=True)
     for measure, keys in SHOWN.items():
         layout.add_row(
-            measure, *(" / ".join(milliseconds(found[key]) for key in keys) for found in columns)
+            measure,
+            *(" / ".join(milliseconds(figures[key]) for key in keys) for figures in columns),
         )
     return layout
 
@@ -213,13 +214,13 @@ def _spread(name: str, values: list[float]) -> dict[str, float | None]:
 def _most_tokens_per_s(good: Sequence[Outcome]) -> float:
     first = min((o.at for o in good), default=0.0)
     tokens: defaultdict[int, float] = defaultdict(float)
-    for each in good:
-        for tick in each.ticks:
+    for outcome in good:
+        for tick in outcome.ticks:
             tokens[_bucket(tick - first)] += 1
         # With only the first token and the end recorded, spread the rest evenly between them.
-        unseen = each.completed - len(each.ticks)
-        if unseen > len(each.ticks) > 1:
-            buckets = range(_bucket(each.ticks[0] - first), _bucket(each.end - first) + 1)
+        unseen = outcome.completed - len(outcome.ticks)
+        if unseen > len(outcome.ticks) > 1:
+            buckets = range(_bucket(outcome.ticks[0] - first), _bucket(outcome.end - first) + 1)
             for bucket in buckets:
                 tokens[bucket] += unseen / len(buckets)
     return max(tokens.values(), default=0) / BUCKET_S
@@ -228,9 +229,9 @@ def _most_tokens_per_s(good: Sequence[Outcome]) -> float:
 def _most_at_once(good: Sequence[Outcome]) -> int:
     first = min((o.at for o in good), default=0.0)
     changes: Counter[int] = Counter()
-    for each in good:
-        changes[_bucket(each.at - first)] += 1
-        changes[_bucket(each.end - first) + 1] -= 1
+    for outcome in good:
+        changes[_bucket(outcome.at - first)] += 1
+        changes[_bucket(outcome.end - first) + 1] -= 1
     running = accumulate(changes[bucket] for bucket in sorted(changes))
     return max(running, default=0)
 

@@ -21,10 +21,10 @@ class Fixed(TrafficSource):
     rate = 1.0
 
     def __init__(self, name: str) -> None:
-        found = LENGTHS.fullmatch(name)
+        match = LENGTHS.fullmatch(name)
         self.name = name
-        self.prompt, self.output = (int(each) for each in found.groups()) if found else (0, 0)
-        if not all(1 <= each <= MAX_TOKENS for each in (self.prompt, self.output)):
+        self.prompt, self.output = (int(group) for group in match.groups()) if match else (0, 0)
+        if not all(1 <= tokens <= MAX_TOKENS for tokens in (self.prompt, self.output)):
             raise UsageError(
                 f"{name}: PROMPTxOUTPUT takes two numbers of tokens, each 1 to {MAX_TOKENS:,}"
             )

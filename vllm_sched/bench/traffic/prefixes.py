@@ -30,14 +30,14 @@ def with_sharing(
     for request in requests:
         if heads and shared < hit * total:
             index = rng.randrange(len(heads))
-            group, known = heads[index]
+            group, head = heads[index]
             again = int(MAX_SHARED_PART * request.prompt_tokens)
-            if again <= known:
+            if again <= head:
                 piece = (group, again)
                 shared += again
             else:
                 piece = heads[index] = (group, request.prompt_tokens)
-                shared += known
+                shared += head
         else:
             piece = (f"{name}/{opened}", request.prompt_tokens)
             if len(heads) < MAX_OPEN_GROUPS:

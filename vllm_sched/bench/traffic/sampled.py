@@ -45,7 +45,7 @@ class Sampled(TrafficSource):
     @property
     def heaviest(self) -> float:
         """The mean size in the heaviest fifth of the file relative to the whole."""
-        sizes = [each.prompt_tokens + each.output_tokens for each in self._in_order()]
+        sizes = [request.prompt_tokens + request.output_tokens for request in self._in_order()]
         part = len(sizes) // COMPARED_PARTS
         if not part:
             return 1.0

@@ -53,13 +53,13 @@ class Schedule:
         self._check_combination()
 
     def _check_numbers(self) -> None:
-        for field, number, most in (
+        for field, number, limit in (
             ("concurrency", self.concurrency, MAX_REQUESTS),
             ("num-requests", self.count, MAX_REQUESTS),
             ("tenants", self.tenants, MAX_TENANTS),
         ):
-            if number is not None and abs(number) > most:
-                raise UsageError(f"--{field}: must be at most {most:,}; give a smaller number")
+            if number is not None and abs(number) > limit:
+                raise UsageError(f"--{field}: must be at most {limit:,}; give a smaller number")
         for field, value in (
             ("request-rate", self.rate),
             ("burstiness", self.burstiness),
@@ -160,7 +160,7 @@ class Schedule:
         """Return the number of requests in an open loop; raise if it is 0 or too large."""
         rate, end = self.offered_rate or 1.0, self.ends_after_s
         ends = (None if end is None else rate * end, self.count, self.source.count)
-        count = min(each for each in ends if each is not None)
+        count = min(end for end in ends if end is not None)
         if count > MAX_REQUESTS:
             raise UsageError(
                 f"{count:,.0f} requests: a run has at most {MAX_REQUESTS:,}; give a shorter "

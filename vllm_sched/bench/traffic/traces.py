@@ -96,10 +96,10 @@ def read_tokens(entry: dict[str, Any], key: str) -> int:
     return int(field(entry, key, lambda n: type(n) is int and 1 <= n <= MAX_TOKENS, TOKENS_TEXT))
 
 
-def read_milliseconds(entry: dict[str, Any], key: str, most: float = float_info.max) -> float:
+def read_milliseconds(entry: dict[str, Any], key: str, maximum: float = float_info.max) -> float:
     """Return the seconds of a field in milliseconds."""
-    takes = MOMENT_TEXT if most == float_info.max else f"milliseconds, 0 to {most:,}"
-    value = field(entry, key, lambda n: type(n) in (int, float) and 0 <= n <= most, takes)
+    takes = MOMENT_TEXT if maximum == float_info.max else f"milliseconds, 0 to {maximum:,}"
+    value = field(entry, key, lambda n: type(n) in (int, float) and 0 <= n <= maximum, takes)
     return float(value / 1000)
 
 
@@ -108,10 +108,10 @@ def pieces_of(names: Any, prompt: int, block_tokens: int) -> tuple[Piece, ...]:
         return ()
     if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
         raise BadLineError(f"hash_ids is {names!r:.60}; it must be numbers or strings")
-    most = -(-prompt // block_tokens)
-    if len(names) > most:
+    blocks = -(-prompt // block_tokens)
+    if len(names) > blocks:
         raise BadLineError(
-            f"hash_ids has {len(names)} names, but input_length {prompt} has {most} blocks of "
+            f"hash_ids has {len(names)} names, but input_length {prompt} has {blocks} blocks of "
             f"{block_tokens} tokens; set the block length with --block-tokens"
         )
     return tuple(

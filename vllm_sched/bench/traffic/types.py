@@ -31,7 +31,7 @@ class Turn:
             self,
             new_tokens=_scaled(self.new_tokens, factor),
             output_tokens=_scaled(self.output_tokens, factor),
-            forks=tuple(each.scaled(factor) for each in self.forks),
+            forks=tuple(fork.scaled(factor) for fork in self.forks),
         )
 
 

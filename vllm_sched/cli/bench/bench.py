@@ -75,8 +75,8 @@ def run_bench(args: argparse.Namespace) -> int:
             "bench",
             label,
             schedule,
-            lambda tally: play(
-                endpoint, schedule, salt=salt, timeout_s=args.timeout, tally=tally, stop=stop
+            lambda progress: play(
+                endpoint, schedule, salt=salt, timeout_s=args.timeout, progress=progress, stop=stop
             ),
         )
     )
@@ -90,7 +90,7 @@ def run_bench(args: argparse.Namespace) -> int:
     save_and_draw(result, args, console)
     if played.interrupted:
         return INTERRUPTED
-    return int(any(each.error for each in played.outcomes))
+    return int(any(outcome.error for outcome in played.outcomes))
 
 
 def as_result(
@@ -134,7 +134,7 @@ def print_result(result: BenchResult, played: PlayedRun, console: Output) -> Non
     )
     for warning in result.warnings:
         console.print_text(warning, "yellow")
-    print_errors([each.error for each in result.outcomes if each.error], console)
+    print_errors([outcome.error for outcome in result.outcomes if outcome.error], console)
 
 
 def print_tables(result: BenchResult, console: Output) -> None:

@@ -113,8 +113,8 @@ def run_measurement(
     """Measure, print and save the result; return 1 if a server or a request failed."""
     console = Output()
     try:
-        with ProgressReporter(console) as narrator:
-            result = asyncio.run(measure(narrator))
+        with ProgressReporter(console) as reporter:
+            result = asyncio.run(measure(reporter))
     except WorkerError as error:
         print(f"vllm-sched: {error}", file=sys.stderr)
         return 1
@@ -142,5 +142,7 @@ def _print_result(result: Comparison, console: Output) -> None:
     console.print_table(result.table())
     if warning := result.warning():
         console.print_text(warning, "yellow")
-    failed = [(each.role, record) for each in result.contenders for record in each.failed]
-    print_errors([f"{role}: {each.klass}: {each.error}" for role, each in failed], console)
+    failed = [
+        (contender.role, record) for contender in result.contenders for record in contender.failed
+    ]
+    print_errors([f"{role}: {record.klass}: {record.error}" for role, record in failed], console)

@@ -122,7 +122,7 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
 
 def requests_of(schedule: Schedule) -> int | None:
     """Return the number of requests; None for sessions, which have any number of turns."""
-    counts = [each for each in (schedule.count, schedule.source.count) if each is not None]
+    counts = [count for count in (schedule.count, schedule.source.count) if count is not None]
     return None if schedule.source.has_sessions else min(counts, default=None)
 
 
@@ -211,7 +211,7 @@ def require_requests(result: BenchResult) -> None:
 
 def require_ended(outcomes: Sequence[Outcome]) -> None:
     """Raise KeyboardInterrupt if a run was stopped before any request ended: keep old results."""
-    if all(each.interrupted for each in outcomes):
+    if all(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
 
 
@@ -263,7 +263,7 @@ async def play_with_progress(
     play: Callable[[RunProgress], Awaitable[PlayedRun]],
 ) -> PlayedRun:
     """Play a schedule and show progress: a bar on a terminal, otherwise lines."""
-    tally = RunProgress()
+    run = RunProgress()
     end = schedule.ends_after_s
     total = end or requests_of(schedule)
     more = ""
@@ -273,23 +273,23 @@ async def play_with_progress(
     with progress(console, command, label, total, more=more, refreshes=False) as show:
 
         def report(*, last: bool = False) -> None:
-            seconds, text = time.perf_counter() - tally.began, _progress_text(tally)
-            show(seconds if end else tally.ended, text, line=f"{seconds:,.0f} s, {text}", last=last)
+            seconds, text = time.perf_counter() - run.began, _progress_text(run)
+            show(seconds if end else run.ended, text, line=f"{seconds:,.0f} s, {text}", last=last)
 
-        async def again_and_again() -> None:
+        async def report_regularly() -> None:
             while True:
                 report()
                 await asyncio.sleep(REFRESH_S)
 
-        showing = asyncio.create_task(again_and_again())
+        showing = asyncio.create_task(report_regularly())
         try:
-            played = await play(tally)
+            played = await play(run)
         finally:
             showing.cancel()
         report(last=True)
     return played
 
 
-def _progress_text(tally: RunProgress) -> str:
-    failed = f", {tally.failed:,} failed" if tally.failed else ""
-    return f"{tally.done:,} done, {tally.in_flight:,} in flight{failed}"
+def _progress_text(run: RunProgress) -> str:
+    failed = f", {run.failed:,} failed" if run.failed else ""
+    return f"{run.done:,} done, {run.in_flight:,} in flight{failed}"

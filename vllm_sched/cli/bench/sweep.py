@@ -179,7 +179,7 @@ class _Runner:
 
     async def _measure(self, plan: _Plan, load: float) -> float:
         """Play a load with every seed; return the mean of the figure that the search uses."""
-        found = []
+        points = []
         for seed in range(self._args.seeds):
             schedule = replace(plan.schedule, seed=seed)
             if plan.axis == RATE:
@@ -198,15 +198,15 @@ class _Runner:
             follows = kept_up(played.outcomes) if plan.axis == RATE else 1.0
             point = Point(name, plan.axis, load, seed, figures, follows)
             self._sweep.points.append(point)
-            found.append(point.share if plan.axis == RATE else point.tokens)
+            points.append(point.share if plan.axis == RATE else point.tokens)
             for warning in played.warnings():
                 self._console.print_text(f"{label}: {warning}", "yellow")
-        return fmean(found)
+        return fmean(points)
 
-    async def _play(self, schedule: Schedule, salt: str, tally: RunProgress) -> PlayedRun:
+    async def _play(self, schedule: Schedule, salt: str, progress: RunProgress) -> PlayedRun:
         timeout_s, stop = self._args.timeout, self._stop
         return await play(
-            self._endpoint, schedule, salt=salt, timeout_s=timeout_s, tally=tally, stop=stop
+            self._endpoint, schedule, salt=salt, timeout_s=timeout_s, progress=progress, stop=stop
         )
 
 
@@ -245,7 +245,7 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
 def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
     if words == AUTO:
         return ()
-    found = []
+    loads = []
     for word in words.split(","):
         try:
             load = float(int(word)) if whole else float(word)
@@ -254,8 +254,8 @@ def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
         if not 0 < load < float("inf"):
             kind = "whole numbers" if whole else "numbers"
             raise UsageError(f"{option} {words}: {word!r} is not a load; give {kind} > 0, or auto")
-        found.append(load)
-    return tuple(sorted(set(found)))
+        loads.append(load)
+    return tuple(sorted(set(loads)))
 
 
 def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
@@ -268,8 +268,8 @@ def _print_knees(sweep: Sweep, console: Output, *, targets: bool) -> None:
         if concurrency is not None:
             words = f"more than {concurrency:g} concurrent requests gain less than a tenth"
         elif any(any(values) for values in tokens.values()):
-            most = max(tokens)
-            words = f"throughput still grows at {most:g} concurrent requests, the most measured"
+            highest = max(tokens)
+            words = f"throughput still grows at {highest:g} concurrent requests, the most measured"
         else:
             words = "no request completed"
         console.print_text(f"{name}: {words}", "")

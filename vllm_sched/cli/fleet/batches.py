@@ -35,9 +35,9 @@ def describe(commands: Commands) -> None:
     command.set_defaults(func=_migrate)
 
 
-def _migrate(given: argparse.Namespace) -> int:
+def _migrate(args: argparse.Namespace) -> int:
     from proxy.batches.storage.migrate import migrate
 
-    for table, (total, new) in migrate(given.folder, given.url, given.password_file).items():
+    for table, (total, new) in migrate(args.folder, args.url, args.password_file).items():
         print(f"{table:8} {total:9} {f'({total - new} were copied before)' if new < total else ''}")
     return 0

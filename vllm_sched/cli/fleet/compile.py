@@ -19,7 +19,7 @@ def describe(commands: Commands) -> None:
         allow_abbrev=False,
     )
     command.add_argument("--remove", action="store_true", help="remove the compiled modules")
-    command.set_defaults(func=lambda given: _compile(remove=given.remove))
+    command.set_defaults(func=lambda args: _compile(remove=args.remove))
 
 
 def _compile(*, remove: bool) -> int:

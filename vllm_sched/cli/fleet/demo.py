@@ -50,7 +50,7 @@ def describe(commands: Commands) -> None:
     what = "measure on this machine what a fleet's pools gain"
     command = fleet_command(commands, "demo", what)
     measuring.add_options(command)
-    command.set_defaults(func=lambda given: demo(given, read(given.fleet)))
+    command.set_defaults(func=lambda args: demo(args, read(args.fleet)))
 
 
 def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
@@ -103,7 +103,7 @@ async def _play(
     plan: ComparisonPlan,
     folder: Path,
     handovers: list[str],
-    narrator: ProgressReporter,
+    reporter: ProgressReporter,
 ) -> Comparison:
     """Measure all fleets; append a line on hand-overs to `handovers` for each."""
     workers = [
@@ -111,13 +111,13 @@ async def _play(
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
     ]
     contenders = [
-        Contender(name, label, router_of(each, folder, name))
-        for name, (label, each) in fleets_to_play(config).items()
+        Contender(name, label, router_of(fleet, folder, name))
+        for name, (label, fleet) in fleets_to_play(config).items()
     ]
-    async with running(workers, narrator), running([c.worker for c in contenders], narrator):
-        await measure(contenders, plan, narrator)
-        for contender, (_, each) in zip(contenders, fleets_to_play(config).values(), strict=True):
-            if each.transfer is not None:
+    async with running(workers, reporter), running([c.worker for c in contenders], reporter):
+        await measure(contenders, plan, reporter)
+        for contender, (_, fleet) in zip(contenders, fleets_to_play(config).values(), strict=True):
+            if fleet.transfer is not None:
                 page = await asyncio.to_thread(_page, contender.worker)
                 handovers.append(f"{contender.label}: {describe_handovers(page, plan)}")
     return Comparison(plan, contenders)
@@ -129,12 +129,12 @@ def _page(router: Worker) -> str:
 
 def describe_handovers(page: str, plan: ComparisonPlan) -> str:
     """Return a sentence on the hand-overs that a router's metrics page counts."""
-    done = TRANSFERRED.search(page)
-    longs = sum(each.klass == LONG for each in plan.workload.arrivals)
-    asked = len(plan.workload.arrivals)
+    transferred = TRANSFERRED.search(page)
+    longs = sum(arrival.klass == LONG for arrival in plan.workload.arrivals)
+    requests = len(plan.workload.arrivals)
     return (
-        f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and a warm-up "
-        f"round, of {asked} requests each, {longs} of them long"
+        f"{transferred[1] if transferred else 0} prompts handed over, in {plan.rounds} rounds "
+        f"and a warm-up round, of {requests} requests each, {longs} of them long"
     )
 
 
@@ -147,17 +147,17 @@ def fleets_to_play(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
     whole = [worker for worker in config.workers if worker.role not in ROLES]
     halves = [worker for worker in config.workers if worker.role in ROLES]
     policy = config.routing.policy
-    found = {
+    fleets = {
         "baseline": ("one pool, round robin", one_pool(_with_workers(config, whole or halves)))
     }
     if whole and halves:
-        found["pools"] = (f"short and long, {policy}", _with_workers(config, whole, moves=False))
-        found["halves"] = ("prefill and decode", _with_workers(config, halves))
-        found["all"] = ("all four roles", config)
+        fleets["pools"] = (f"short and long, {policy}", _with_workers(config, whole, moves=False))
+        fleets["halves"] = ("prefill and decode", _with_workers(config, halves))
+        fleets["all"] = ("all four roles", config)
     else:
         label = f"pools, {policy}" if whole else "prefill and decode"
-        found["candidate"] = (label, config)
-    return found
+        fleets["candidate"] = (label, config)
+    return fleets
 
 
 def _with_workers(

@@ -33,7 +33,7 @@ def describe(commands: Commands) -> None:
     command.add_argument(
         "--url", default="", help="the router's admin API (default: from the fleet file)"
     )
-    command.set_defaults(func=lambda given: drain(given, read(given.fleet)))
+    command.set_defaults(func=lambda args: drain(args, read(args.fleet)))
 
 
 def drain(arguments: argparse.Namespace, config: FleetConfig) -> int:

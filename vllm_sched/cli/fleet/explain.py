@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from proxy.admin.schemas import Explanation, Question, explanation
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
@@ -63,7 +63,7 @@ def describe(commands: Commands) -> None:
         help="ask the admin API of a running router, which knows the load (default URL: from the "
         "file); without --live, all workers are assumed to be up and idle",
     )
-    command.set_defaults(func=lambda given: explain(given, read(given.fleet)))
+    command.set_defaults(func=lambda args: explain(args, read(args.fleet)))
 
 
 def _count(text: str) -> int:
@@ -98,8 +98,8 @@ def _show_sides(sides: Sequence[BalanceShown]) -> None:
         print("this router knows no prefill or decode worker")
         return
     print(columns([SIDES, *_sides(sides)]))
-    for each in sides:
-        print(f"{each.model}: {each.advice}")
+    for side in sides:
+        print(f"{side.model}: {side.advice}")
 
 
 def _explain_one(
@@ -114,19 +114,19 @@ def _explain_one(
     )
     if live is None:
         _note_discovered(config, question.model)
-        found = predict(config, question)
+        explanation = predict(config, question)
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"no max_model_len is given, so no limit is assumed: {', '.join(unstated)}")
     else:
         unset = {name for name in ("session", "tenant") if not getattr(question, name)}
-        asked = question.model_dump_json(exclude=unset)
-        found = call_router(live, "explain", EXPLANATION, asked)
-    print(_verdict(found))
-    if found.scores:
-        print(columns([HEADING, *_rows(found.scores)]))
-    if live is None and found.worker:
+        body = question.model_dump_json(exclude=unset)
+        explanation = call_router(live, "explain", EXPLANATION, body)
+    print(_verdict(explanation))
+    if explanation.scores:
+        print(columns([HEADING, *_rows(explanation.scores)]))
+    if live is None and explanation.worker:
         print(ASSUMED_NOTE)
-    return 0 if found.worker else NO_WORKER_STATUS
+    return 0 if explanation.worker else NO_WORKER_STATUS
 
 
 def _note_discovered(config: FleetConfig, model: str | None) -> None:
@@ -147,48 +147,46 @@ def predict(config: FleetConfig, question: Question) -> Explanation:
     """Return the decision of a router that has just started, with all workers up and idle."""
     from proxy.app import router_settings, specs
 
-    fleet = Fleet()
-    for spec in specs(config):
-        fleet.roster.add(spec)
-        fleet.health.probe_ok(spec.name, now=0.0)
-    router = Router(router_settings(config), fleet)
+    router = Router(router_settings(config), idle_fleet(specs(config)))
     return explanation(router, question, config.model, now=0.0)
 
 
-def _verdict(found: Explanation) -> str:
-    if found.worker is None:
-        return f"no worker: {found.reason} (status {found.status}): {found.message}"
-    who = found.worker
-    if found.prefill_worker is not None:
-        who = f"prefill on {found.prefill_worker}, decode on {who}"
-    text = f"{who}: {found.reason}"
-    if found.predicted_ttft_s is not None:
-        text += f", first token in about {found.predicted_ttft_s:.3g} s"
-    if found.predicted_transfer_s is not None:
-        text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
-    if found.turn is not None:
-        text += f"\nsession: {found.turn}"
-    if found.handover is not None and found.prefill_worker is None:
-        text += f"\nhandover: {found.handover}"
-        if why := NO_HANDOVER_REASONS.get(found.handover):
+def _verdict(explanation: Explanation) -> str:
+    if explanation.worker is None:
+        return (
+            f"no worker: {explanation.reason} (status {explanation.status}): {explanation.message}"
+        )
+    who = explanation.worker
+    if explanation.prefill_worker is not None:
+        who = f"prefill on {explanation.prefill_worker}, decode on {who}"
+    text = f"{who}: {explanation.reason}"
+    if explanation.predicted_ttft_s is not None:
+        text += f", first token in about {explanation.predicted_ttft_s:.3g} s"
+    if explanation.predicted_transfer_s is not None:
+        text += f" ({explanation.predicted_transfer_s:.3g} s of it the transfer)"
+    if explanation.turn is not None:
+        text += f"\nsession: {explanation.turn}"
+    if explanation.handover is not None and explanation.prefill_worker is None:
+        text += f"\nhandover: {explanation.handover}"
+        if why := NO_HANDOVER_REASONS.get(explanation.handover):
             text += f": {why}"
     return text
 
 
-def _sides(sides: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
+def _sides(balances: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
     return [
         (
-            each.model,
+            balance.model,
             name,
             str(side.workers),
             f"{side.busy:.0%}",
             f"{side.wanted:g}",
             f"{side.ahead_s:.2f}",
             "-" if side.step_s is None else f"{1000 * side.step_s:.1f}",
-            "short" if each.short in (name, "both") else "",
+            "short" if balance.short in (name, "both") else "",
         )
-        for each in sides
-        for name, side in (("prefill", each.prefill), ("decode", each.decode))
+        for balance in balances
+        for name, side in (("prefill", balance.prefill), ("decode", balance.decode))
     ]
 
 

@@ -24,7 +24,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def describe(commands: Commands) -> None:
     router = fleet_command(commands, "router", "serve a fleet of workers that are already running")
-    router.set_defaults(func=lambda given: _router(given.fleet))
+    router.set_defaults(func=lambda args: _router(args.fleet))
 
     check = fleet_command(commands, "check", "show all errors of a fleet file, or what will run")
     check.add_argument(
@@ -32,7 +32,7 @@ def describe(commands: Commands) -> None:
         action="store_true",
         help="print the file with all defaults, with secrets hidden",
     )
-    check.set_defaults(func=lambda given: _check(given.fleet, given.print_config))
+    check.set_defaults(func=lambda args: _check(args.fleet, args.print_config))
 
 
 def fleet_command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
@@ -62,9 +62,9 @@ def check_files(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_policies(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.legible_workers.items():
-        for name, given in (worker.launch.policies if worker.launch else {}).items():
+        for name, settings in (worker.launch.policies if worker.launch else {}).items():
             try:
-                registry.settings_of(name, given)
+                registry.settings_of(name, settings)
             except UsageError as error:
                 yield Problem(f"workers[{index}].launch.policies", str(error))
 
@@ -95,7 +95,7 @@ def _check(path: Path, print_config: bool) -> int:
     router, routing = config.router, config.routing
     print(f"{path}: good")
     admin = router.admin
-    listens = [url_of(each.host, each.port, each.tls) for each in (router, admin)]
+    listens = [url_of(port.host, port.port, port.tls) for port in (router, admin)]
     print(f"router  {listens[0]}, admin {listens[1]}")
     print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
     print(f"tenants {_tenants(config)}")
@@ -123,14 +123,14 @@ def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
     """
     limit = config.routing.short_limit
     pools = config.discovery.pools if config.discovery else ()
-    known = [
+    stated = [
         StatedContext(w.name, w.role, config.model_of(w), w.stated_max_model_len)
         for w in config.workers
     ] + [StatedContext(p.name, p.role, p.model or config.model, p.max_model_len) for p in pools]
-    for short in known:
+    for short in stated:
         if short.role != "short" or not short.tokens or short.tokens >= HEADROOM * limit:
             continue
-        others = [o.tokens for o in known if o.model == short.model and o.role != short.role]
+        others = [o.tokens for o in stated if o.model == short.model and o.role != short.role]
         if any(tokens is None or tokens > short.tokens for tokens in others):
             yield (
                 f"{short.name} holds {short.tokens} tokens, and routing.short_limit is {limit}: "
@@ -145,7 +145,7 @@ def note_missing_limits(config: FleetConfig) -> Iterator[str]:
     workers = [worker.name for worker in config.workers if worker.max_requests is None]
     pools = config.discovery.pools if config.discovery is not None else []
     workers += [f"of pool {pool.name}" for pool in pools if pool.max_requests is None]
-    crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
+    crowds = [tenant.name for tenant in config.tenants if tenant.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
             f"tenants {short_list(crowds, MAX_NOTE_NAMES)} have no limits.concurrency, and workers "
@@ -157,7 +157,7 @@ def note_missing_limits(config: FleetConfig) -> Iterator[str]:
 
 def _tenants(config: FleetConfig) -> str:
     if config.tenants:
-        return ", ".join(f"{each.name} ({each.class_})" for each in config.tenants)
+        return ", ".join(f"{tenant.name} ({tenant.class_})" for tenant in config.tenants)
     if config.router.allow_anonymous:
         return "none: any client that reaches the router may use it"
     return "none: any client on this machine may use it"

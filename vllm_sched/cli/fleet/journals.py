@@ -21,13 +21,13 @@ Taken: TypeAlias = dict[str, tuple[str, bool]]  # path in the file; whether the 
 
 
 def launched_policies(config: FleetConfig, worker: WorkerConfig) -> Mapping[str, dict[str, Any]]:
-    given = worker.launch.policies if worker.launch else {}
-    if not worker.journal or JOURNAL in given:
-        return given
+    policies = worker.launch.policies if worker.launch else {}
+    if not worker.journal or JOURNAL in policies:
+        return policies
     journal = {"endpoint": worker.journal[0]}
     if (key_file := config.router.journal.key_file) is not None:
         journal["key_file"] = str(key_file.absolute())
-    return {**given, JOURNAL: journal}
+    return {**policies, JOURNAL: journal}
 
 
 def with_journal(worker: WorkerConfig) -> WorkerConfig:
@@ -74,14 +74,14 @@ def _address_problems(path: str, worker: WorkerConfig, taken: Taken) -> Iterator
     except UsageError as error:
         yield Problem(path, str(error))
         return
-    given = worker.journal
-    if given not in ((), addresses[:1], addresses):
+    endpoints = worker.journal
+    if endpoints not in ((), addresses[:1], addresses):
         why = f"the engines listen on {', '.join(addresses)}; give the first address alone"
-        yield Problem(path, f"{', '.join(given)}: {why}")
+        yield Problem(path, f"{', '.join(endpoints)}: {why}")
     for address in addresses:
-        other, is_given = taken.setdefault(address, (path, address in given))
+        other, is_given = taken.setdefault(address, (path, address in endpoints))
         # `check_journals` compares two that are given.
-        if other != path and not (is_given and address in given):
+        if other != path and not (is_given and address in endpoints):
             yield Problem(path, f"{address!r}: {other} is the same; give each engine its own")
 
 
@@ -105,8 +105,8 @@ def _block(worker: WorkerConfig) -> JournalSettings | None:
     return None
 
 
-def _settings(given: Mapping[str, object]) -> JournalSettings:
-    return cast("JournalSettings", settings_of(JOURNAL, given))
+def _settings(block: Mapping[str, object]) -> JournalSettings:
+    return cast("JournalSettings", settings_of(JOURNAL, block))
 
 
 def _local(endpoint: str) -> str:

@@ -29,7 +29,7 @@ def describe(commands: Commands) -> None:
         action="store_true",
         help="print the hash of the key on standard input; make no new key",
     )
-    command.set_defaults(func=lambda given: _key(stdin=given.stdin))
+    command.set_defaults(func=lambda args: _key(stdin=args.stdin))
 
 
 def hash_key(key: str) -> str:

@@ -27,7 +27,8 @@ URL_REMEDY = (
     "give the URL of a running router's admin API, such as http://127.0.0.1:8001; its port is "
     "router.admin.port, not the port for clients"
 )
-NO_SUCH_WORKER = "there is no worker"
+# Messages of the admin API. Others of these statuses are from the port for clients.
+OF_ADMIN_API = ("there is no worker", "the admin API")
 Answer = TypeVar("Answer")
 
 
@@ -77,13 +78,13 @@ def call_router(
             data=body.encode() if body is not None else None,
             headers=live.headers(),
         )
-        with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return kind.validate_json(answer.read())
+        with opener.open(request, timeout=TIMEOUT_S) as response:
+            return kind.validate_json(response.read())
     except urllib.error.HTTPError as error:
         with error:
             why = _error_message(error.read()) or error.reason
-        known = error.code != HTTPStatus.NOT_FOUND or why.startswith(NO_SUCH_WORKER)
-        elsewhere = "" if known else f"; {URL_REMEDY}"
+        ambiguous = error.code in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
+        elsewhere = f"; {URL_REMEDY}" if ambiguous and not why.startswith(OF_ADMIN_API) else ""
         raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, ValidationError):

@@ -60,9 +60,9 @@ class Progress:
             self._write(event)
             if event.state is KeeperState.READY and not row.ready:
                 row.ready = True
-                if all(each.ready for each in self._rows.values()):
+                if all(row.ready for row in self._rows.values()):
                     self._all_ready()
-            if all(each.state is KeeperState.STOPPED for each in self._rows.values()):
+            if all(row.state is KeeperState.STOPPED for row in self._rows.values()):
                 self._line("all workers have stopped", "dim")
 
     def print_line(self, text: str) -> None:

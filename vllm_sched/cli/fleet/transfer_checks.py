@@ -172,8 +172,8 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
                 f"decode workers look for {name!r}; start {engines} workers with one "
                 "engine each, or use nixl",
             )
-        given = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
-        sought = given or connectors.USUAL_BOOTSTRAP_PORT
+        port = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
+        sought = port or connectors.USUAL_BOOTSTRAP_PORT
         own = end.launch.env.get(connectors.BOOTSTRAP_PORT)
         if own is not None and own != sought:
             yield end.problem(
@@ -225,7 +225,7 @@ def _mismatches(
     parts = connectors.connector_parts(own)
     part = parts[0] if parts else own
     is_nested = part is not own
-    if is_nested and any("engine_id" in each for each in parts):
+    if is_nested and any("engine_id" in part for part in parts):
         yield (
             f"engine_id in a part of {connectors.SEVERAL}: vLLM sets it "
             "there itself and fails; move it next to kv_connector"

@@ -57,7 +57,7 @@ def describe(commands: Commands) -> None:
         metavar="FOLDER",
         help="folder for one log file per worker (default: a new temporary folder)",
     )
-    command.set_defaults(func=lambda given: up(given.fleet, given.log_dir))
+    command.set_defaults(func=lambda args: up(args.fleet, args.log_dir))
 
 
 def up(path: Path, log_dir: Path | None) -> int:
@@ -71,13 +71,13 @@ def up(path: Path, log_dir: Path | None) -> int:
     # Treat SIGTERM like Ctrl-C until the router installs its own handlers.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        launched = [each for each in config.workers if each.launch]
-        wirings = {each.name: wiring_of(config, each) for each in launched}
+        launched = [worker for worker in config.workers if worker.launch]
+        wirings = {worker.name: wiring_of(config, worker) for worker in launched}
         workers = [
-            make_worker(config, each, path.parent, logs, wiring=wirings[each.name])
-            for each in launched
+            make_worker(config, worker, path.parent, logs, wiring=wirings[worker.name])
+            for worker in launched
         ]
-        devices = [device(each.launch.env) for each in launched if each.launch]
+        devices = [device(worker.launch.env) for worker in launched if worker.launch]
         files = {worker.name: worker.log for worker in workers}
         with (
             Progress(Console(stderr=True), files) as progress,
@@ -94,8 +94,8 @@ def up(path: Path, log_dir: Path | None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _log_folder(given: Path | None) -> Path:
-    logs = given or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
+def _log_folder(folder: Path | None) -> Path:
+    logs = folder or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -150,8 +150,8 @@ def _config_file_problems(path: str, worker: WorkerConfig) -> Iterator[Problem]:
     args = worker.launch.args if worker.launch else ()
     ours = NOT_IN_CONFIG_FILE | (POLICY_FLAGS if worker.sets_scheduler else {})
     # vLLM makes an object of `--name.key value` and has that one replace ours.
-    given = {flag.whole for flag in parse(with_config_file(args))}
-    for name in sorted(ours.keys() & given):
+    words = {flag.whole for flag in parse(with_config_file(args))}
+    for name in sorted(ours.keys() & words):
         yield Problem(
             f"{path}.launch.args",
             f"{CONFIG_FLAG}: the file has {name!r}: {ours[name]}; remove it from the file",
@@ -227,10 +227,10 @@ def _model(name: str, folder: Path) -> str:
         beside = folder.absolute() / name
         return str(beside) if beside.is_dir() else name
     # In another process, because torch would stay in this process's memory.
-    made = subprocess.run([sys.executable, "-c", MAKE_TINY], capture_output=True, text=True)
-    if made.returncode:
-        raise WorkerError(f"the tiny model could not be made: {made.stderr.strip()}")
-    return made.stdout.splitlines()[-1]
+    run = subprocess.run([sys.executable, "-c", MAKE_TINY], capture_output=True, text=True)
+    if run.returncode:
+        raise WorkerError(f"the tiny model could not be made: {run.stderr.strip()}")
+    return run.stdout.splitlines()[-1]
 
 
 def device(env: Mapping[str, str]) -> str | None:

@@ -39,26 +39,26 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     if config.transfer is None or worker.role not in connectors.ROLES:
         size = worker.launch.kv_offloading_size if worker.launch else None
         return Wiring() if size is None else offloading_wiring(size)
-    made = transfer_wiring(config.transfer, worker)
+    wiring = transfer_wiring(config.transfer, worker)
     if worker.role != "decode" or worker.slots is None:
-        return made
+        return wiring
     return replace(
-        made, summary=f"{made.summary}, {worker.slots} slots for hand-overs and other requests"
+        wiring, summary=f"{wiring.summary}, {worker.slots} slots for hand-overs and other requests"
     )
 
 
 def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
     """Return one end's wiring; the user's `args` (or their file) and `env` have precedence."""
-    given = worker.launch or LaunchConfig()
-    setup = _setup_of(moved_by, worker, given)
+    launched = worker.launch or LaunchConfig()
+    setup = _setup_of(moved_by, worker, launched)
     flags = ["--enable-prompt-tokens-details"]  # shows clients the number of cached tokens
     if moved_by.connector == "shared-storage":
         flags.append(connectors.NO_CHUNKS_FLAG)
     summary = []
-    if (own := connectors.user_config(given.args)) is None:
+    if (own := connectors.user_config(launched.args)) is None:
         config = setup.config
         summary.append(setup.summary)
-        if gib := given.kv_offloading_size:
+        if gib := launched.kv_offloading_size:
             config = with_offloading(config, gib)
             summary.append(offloading_wiring(gib).summary)
         flags += [connectors.CONFIG_FLAG, json.dumps(config)]
@@ -71,14 +71,14 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
                 f'set "{connectors.MODULE_KEY}": "{module}" in it, or NIXL\'s thread occupies a CPU'
             )
     if launch.on_cpu():
-        block = last_value(with_config_file(given.args), "--block-size") or connectors.CPU_BLOCK
+        block = last_value(with_config_file(launched.args), "--block-size") or connectors.CPU_BLOCK
         flags += ["--block-size", block]
         summary.append(f"blocks of {block}")
     return Wiring(tuple(flags), setup.env, ", ".join(summary))
 
 
 def _setup_of(
-    moved_by: TransferConfig, worker: WorkerConfig, given: LaunchConfig
+    moved_by: TransferConfig, worker: WorkerConfig, launched: LaunchConfig
 ) -> ConnectorSetup:
     name = connectors.connector_class(moved_by.connector, moved_by.mode)
     role = connectors.ROLES[worker.role]
@@ -87,7 +87,7 @@ def _setup_of(
     if launch.on_cpu():  # vLLM's default is the accelerator
         config["kv_buffer_device"] = "cpu"
     if moved_by.connector == "nixl":
-        nixl = _nixl_setup(moved_by.lease_s, worker, given)
+        nixl = _nixl_setup(moved_by.lease_s, worker, launched)
         return ConnectorSetup(config | nixl.config, nixl.env, f"{summary}, {nixl.summary}")
     if moved_by.connector == "shared-storage":
         config["kv_role"] = "kv_both"  # the connector has no roles
@@ -103,10 +103,12 @@ def _setup_of(
     return ConnectorSetup(config, {}, summary)
 
 
-def _nixl_setup(lease_s: float | None, worker: WorkerConfig, given: LaunchConfig) -> ConnectorSetup:
+def _nixl_setup(
+    lease_s: float | None, worker: WorkerConfig, launched: LaunchConfig
+) -> ConnectorSetup:
     host, _ = worker.address or (launch.LOOPBACK, None)
-    host = given.env.get(connectors.SIDE_HOST, host)
-    port = given.env.get(connectors.SIDE_PORT) or str(launch.free_port())
+    host = launched.env.get(connectors.SIDE_HOST, host)
+    port = launched.env.get(connectors.SIDE_PORT) or str(launch.free_port())
     summary = f"side channel {host}:{port}"
     kept_s = ceil(connectors.LEASE_FACTOR * lease_s) if lease_s else connectors.DEFAULT_LEASE_S
     config = {
@@ -114,7 +116,7 @@ def _nixl_setup(lease_s: float | None, worker: WorkerConfig, given: LaunchConfig
         connectors.FAILURE_KEY: "recompute",
         connectors.EXTRA_KEY: {"kv_lease_duration": kept_s},
     }
-    if launch.on_cpu() or given.cpus:  # a polling thread would occupy one of few CPUs
+    if launch.on_cpu() or launched.cpus:  # a polling thread would occupy one of few CPUs
         config[connectors.MODULE_KEY] = connectors.NIXL_MODULE
         summary += ", threads stay on the given CPUs, and NIXL's thread sleeps between polls"
     return ConnectorSetup(config, {connectors.SIDE_HOST: host, connectors.SIDE_PORT: port}, summary)

@@ -123,15 +123,15 @@ class WholePrompts:
 
     @classmethod
     def of(cls, lone: Sequence[LonePrompt], time: StepTime, budget: int) -> Self:
-        both = tuple((each, prefill_seconds(time, each.tokens, budget)) for each in lone)
-        fronts = [each.seconds - steps for each, steps in both if each.tokens <= budget]
+        both = tuple((prompt, prefill_seconds(time, prompt.tokens, budget)) for prompt in lone)
+        fronts = [prompt.seconds - steps for prompt, steps in both if prompt.tokens <= budget]
         return cls(max(statistics.median(fronts), 0.0) if fronts else 0.0, both)
 
     def errors(self) -> list[tuple[LonePrompt, float, float]]:
         """Return each prompt with its expected seconds and the relative error."""
         return [
-            (each, expected := steps + self.front_s, expected / each.seconds - 1)
-            for each, steps in self.prompts
+            (prompt, expected := steps + self.front_s, expected / prompt.seconds - 1)
+            for prompt, steps in self.prompts
         ]
 
 
@@ -141,22 +141,22 @@ def run_calibrate(args: argparse.Namespace) -> int:
     profile = _profile(args)
     console = Output()
     try:
-        with ProgressReporter(console) as narrator:
-            facts, seen = asyncio.run(_measure(args, narrator))
+        with ProgressReporter(console) as reporter:
+            facts, seen = asyncio.run(_measure(args, reporter))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("vllm-sched calibrate: interrupted; the worker was stopped", file=sys.stderr)
         return INTERRUPTED
-    found = calibrate(seen.steps, seed=args.seed)
-    whole = WholePrompts.of(seen.lone, found.time, args.budget)
-    _print_calibration(console, found)
+    calibration = calibrate(seen.steps, seed=args.seed)
+    whole = WholePrompts.of(seen.lone, calibration.time, args.budget)
+    _print_calibration(console, calibration)
     _print_whole_prompts(console, whole)
-    _print_distances(console, found, args.gpus, profile)
-    content = json.dumps(to_json(facts, found, whole), indent=1) + "\n"
+    _print_distances(console, calibration, args.gpus, profile)
+    content = json.dumps(to_json(facts, calibration, whole), indent=1) + "\n"
     console.save(args.save, lambda path: write_whole(path, content))
-    console.save(args.plot, partial(draw_chart, picture(facts["model"], found)), "drew")
+    console.save(args.plot, partial(draw_chart, picture(facts["model"], calibration)), "drew")
     return 0
 
 
@@ -175,42 +175,42 @@ def _profile(args: argparse.Namespace) -> WorkerModel | None:
     """Return the worker of `--profile`, which must have as many GPUs."""
     if args.profile is None:
         return None
-    found = of_profile(args.profile)
-    if found.gpus != args.gpus and "gpus" not in found.assumed:
+    profile = of_profile(args.profile)
+    if profile.gpus != args.gpus and "gpus" not in profile.assumed:
         raise UsageError(
-            f"--profile {args.profile}: is a worker with {format_count(found.gpus, 'GPU')}; give "
-            f"--gpus {found.gpus}, or a profile with {args.gpus}"
+            f"--profile {args.profile}: is a worker with {format_count(profile.gpus, 'GPU')}; give "
+            f"--gpus {profile.gpus}, or a profile with {args.gpus}"
         )
-    return found
+    return profile
 
 
 async def _measure(
-    args: argparse.Namespace, narrator: ProgressReporter
+    args: argparse.Namespace, reporter: ProgressReporter
 ) -> tuple[dict[str, Any], MeasuredSteps]:
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
             worker = _worker(args)
-            await stack.enter_async_context(running([worker], narrator))
+            await stack.enter_async_context(running([worker], reporter))
             url = worker.url
-        found = await stack.enter_async_context(meter(url, args.seed))
+        worker_meter = await stack.enter_async_context(meter(url, args.seed))
         plan = CalibrationPlan.from_limits(
             budget=args.budget,
             max_batch=args.max_batch,
-            max_model_len=found.max_model_len,
+            max_model_len=worker_meter.max_model_len,
             seed=args.seed,
         )
-        narrator.step("measuring (some minutes)")
-        seen = await found.measure(plan, narrator.detail)
+        reporter.step("measuring (some minutes)")
+        seen = await worker_meter.measure(plan, reporter.detail)
         facts = {
-            "model": args.model or found.model,
+            "model": args.model or worker_meter.model,
             "where": args.url or "here",
             "gpus": args.gpus,
-            "max_model_len": found.max_model_len,
+            "max_model_len": worker_meter.max_model_len,
             "max_num_batched_tokens": args.budget,
-            "kv_tokens": found.kv_tokens,
-            "block_tokens": found.block_tokens,
-            "kv_token_bytes": _kv_token_bytes(found.root),
+            "kv_tokens": worker_meter.kv_tokens,
+            "block_tokens": worker_meter.block_tokens,
+            "kv_token_bytes": _kv_token_bytes(worker_meter.root),
         }
         return {name: fact for name, fact in facts.items() if fact is not None}, seen
 
@@ -229,32 +229,34 @@ def _worker(args: argparse.Namespace) -> launch.Worker:
     return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
 
 
-def to_json(facts: Mapping[str, Any], found: Calibration, whole: WholePrompts) -> dict[str, Any]:
+def to_json(
+    facts: Mapping[str, Any], calibration: Calibration, whole: WholePrompts
+) -> dict[str, Any]:
     """Return the file for `threshold --cost` and a fleet's `profile`, with all measured steps."""
     return {
         **facts,
-        "step_time": found.time.to_json(),
+        "step_time": calibration.time.to_json(),
         "front_s": whole.front_s,
-        "intervals": dict(found.intervals),
+        "intervals": dict(calibration.intervals),
         "held_out_error": {
-            "all": found.error(), **{kind: found.error(kind) for kind in STEP_KINDS},
+            "all": calibration.error(), **{kind: calibration.error(kind) for kind in STEP_KINDS},
         },
         "whole_prompts": [
-            {**asdict(each), "expected_s": expected} for each, expected, _ in whole.errors()
+            {**asdict(prompt), "expected_s": expected} for prompt, expected, _ in whole.errors()
         ],
         "steps": [
-            {**asdict(each.shape), "seconds": each.seconds, "held_out": held_out}
-            for steps, held_out in ((found.fitted, False), (found.held_out, True))
-            for each in steps
+            {**asdict(step.shape), "seconds": step.seconds, "held_out": held_out}
+            for steps, held_out in ((calibration.fitted, False), (calibration.held_out, True))
+            for step in steps
         ],
     }  # fmt: skip
 
 
-def picture(model: str, found: Calibration) -> Chart:
-    everything = (*found.fitted, *found.held_out)
-    times = [each.seconds * 1000 for each in everything]
+def picture(model: str, calibration: Calibration) -> Chart:
+    everything = (*calibration.fitted, *calibration.held_out)
+    times = [step.seconds * 1000 for step in everything]
     ends = [(at, at) for at in (min(times), max(times))]
-    error = found.error() or 0.0
+    error = calibration.error() or 0.0
     return Chart(
         title=f"Steps of {Path(model).name}: measured against fitted",
         subtitle=f"median error of held-out steps {error:.1%}",
@@ -268,9 +270,9 @@ def picture(model: str, found: Calibration) -> Chart:
                 Series(
                     name,
                     [
-                        (found.time.seconds(each.shape) * 1000, each.seconds * 1000)
-                        for each in everything
-                        if each.shape.kind == kind
+                        (calibration.time.seconds(step.shape) * 1000, step.seconds * 1000)
+                        for step in everything
+                        if step.shape.kind == kind
                     ],
                     dots=True,
                 )
@@ -280,13 +282,13 @@ def picture(model: str, found: Calibration) -> Chart:
     )
 
 
-def _print_calibration(console: Output, found: Calibration) -> None:
+def _print_calibration(console: Output, calibration: Calibration) -> None:
     layout = plain_table([""], ("", "95 % interval", "unit"), long_texts=True)
     for name, meaning, scale, unit in ROWS:
-        low, high = found.intervals[name]
+        low, high = calibration.intervals[name]
         layout.add_row(
             meaning,
-            f"{getattr(found.time, name) * scale:.3g}",
+            f"{getattr(calibration.time, name) * scale:.3g}",
             f"{low * scale:.3g} - {high * scale:.3g}",
             unit,
         )
@@ -294,9 +296,9 @@ def _print_calibration(console: Output, found: Calibration) -> None:
     headings = ("steps", "shortest", "longest", "median error\nof held-out", "residual p90")
     errors = plain_table([""], headings)
     for kind, name in KINDS.items():
-        errors.add_row(name, *_residuals(found, kind))
+        errors.add_row(name, *_residuals(calibration, kind))
     console.print_table(errors)
-    error = found.error() or 0.0
+    error = calibration.error() or 0.0
     text = f"median error of held-out steps: {error:.1%}"
     if error > MAX_MEDIAN_ERROR:
         text += "; more than 15 %: measure again when the machine is idle"
@@ -306,37 +308,37 @@ def _print_calibration(console: Output, found: Calibration) -> None:
 
 def _print_whole_prompts(console: Output, whole: WholePrompts) -> None:
     layout = plain_table((), ("a whole prompt, alone", "measured", "steps and front", "error"))
-    for each, expected, error in whole.errors():
+    for prompt, expected, error in whole.errors():
         style = "yellow" if abs(error) > MAX_MEDIAN_ERROR else ""
-        times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
-        layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
+        times = (f"{prompt.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
+        layout.add_row(f"{prompt.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
     console.print_table(layout)
     text = f"outside the steps: {whole.front_s * 1e3:.3g} ms per request"
     console.print_text(text, "")
 
 
 def _print_distances(
-    console: Output, found: Calibration, gpus: int, profile: WorkerModel | None
+    console: Output, calibration: Calibration, gpus: int, profile: WorkerModel | None
 ) -> None:
     """Print how far the worker is from the nearest built-in profile, and from the named one."""
-    steps = (*found.fitted, *found.held_out)
-    same_size = [each for key, each in measured().items() if key.tp == gpus]
+    steps = (*calibration.fitted, *calibration.held_out)
+    same_size = [built_in for key, built_in in measured().items() if key.tp == gpus]
     shown: dict[str, Mapping[StepKind, float]] = {}
-    if (near := nearest(steps, same_size)) is not None:
-        shown[f"nearest built-in profile: {near.profile.name}"] = near.ratios
+    if (closest := nearest(steps, same_size)) is not None:
+        shown[f"nearest built-in profile: {closest.profile.name}"] = closest.ratios
     if profile is not None:
         shown[f"profile {profile.profile}"] = ratios_to(profile.time, steps)
     for name, ratios in shown.items():
-        each = ", ".join(f"{KINDS[kind]} {ratio:.3g}" for kind, ratio in ratios.items())
-        text = f"{name}; median of measured time over its time: {each}"
+        by_kind = ", ".join(f"{KINDS[kind]} {ratio:.3g}" for kind, ratio in ratios.items())
+        text = f"{name}; median of measured time over its time: {by_kind}"
         console.print_text(text, "")
 
 
-def _residuals(found: Calibration, kind: StepKind) -> list[str]:
-    steps = [e for e in (*found.fitted, *found.held_out) if e.shape.kind == kind]
-    times = [each.seconds * 1000 for each in steps]
-    off = [abs(found.time.seconds(each.shape) / each.seconds - 1) for each in steps]
-    error = found.error(kind)
+def _residuals(calibration: Calibration, kind: StepKind) -> list[str]:
+    steps = [e for e in (*calibration.fitted, *calibration.held_out) if e.shape.kind == kind]
+    times = [step.seconds * 1000 for step in steps]
+    off = [abs(calibration.time.seconds(step.shape) / step.seconds - 1) for step in steps]
+    error = calibration.error(kind)
     return [
         str(len(steps)),
         f"{min(times):.3g} ms",

@@ -109,7 +109,7 @@ def run_plan(args: argparse.Namespace) -> int:
             line = f"{share:.0%} done; {what}" if share < 1 else what
             show_progress(share, what, line=line, last=share >= 1)
 
-        found = planning.plan(
+        plan = planning.plan(
             question,
             args.gpus,
             machines=machines,
@@ -117,13 +117,13 @@ def run_plan(args: argparse.Namespace) -> int:
             exact=args.exact,
             tell=tell,
         )
-    show(console, found, args)
+    show(console, plan, args)
     command = shlex.join(["vllm-sched", *args.argv])
-    traffic = shlex.join(simulate_options(args, found, exact=found.is_exact))
-    fleet = partial(write, found, model=args.model, command=command, traffic=traffic)
+    traffic = shlex.join(simulate_options(args, plan, exact=plan.is_exact))
+    fleet = partial(write, plan, model=args.model, command=command, traffic=traffic)
     console.save(args.save, fleet)
-    console.save(args.plot, partial(draw_chart, chart_of(found)), "drew")
-    return 0 if found.stopped_at is None else INTERRUPTED
+    console.save(args.plot, partial(draw_chart, chart_of(plan)), "drew")
+    return 0 if plan.stopped_at is None else INTERRUPTED
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -136,8 +136,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--gpus: must be at most {MAX_GPUS:,}; give a smaller number")
     for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
-        least = 0.0 if name == "mixed_ms" else 1e-12
-        if value is not None and not least <= value <= MAX_NUMBER:
+        minimum = 0.0 if name == "mixed_ms" else 1e-12
+        if value is not None and not minimum <= value <= MAX_NUMBER:
             raise UsageError(
                 f"--{name.replace('_', '-')} {value:g}: must be above 0 and at most {MAX_NUMBER:g}"
             )

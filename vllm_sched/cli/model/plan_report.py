@@ -36,39 +36,39 @@ TRACE_DRAWS_NOTE: Final = (
 )
 
 
-def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
-    if found.stopped_at is not None:
+def show(console: Output, plan: FleetPlan, args: argparse.Namespace) -> None:
+    if plan.stopped_at is not None:
         console.print_text(
-            f"interrupted at {found.stopped_at:.0%}: these are the best fleets so far; others may "
+            f"interrupted at {plan.stopped_at:.0%}: these are the best fleets so far; others may "
             "serve more",
             "yellow",
         )
-    for line in _head(found):
+    for line in _head(plan):
         console.print_text(line)
-    if found.candidates:
-        console.print_table(_machines(found))
-    for line, style in _of_trace(found.question.source):
+    if plan.candidates:
+        console.print_table(_machines(plan))
+    for line, style in _of_trace(plan.question.source):
         console.print_text(line, style)
-    for at, served in enumerate(found.ranking):
+    for at, served in enumerate(plan.ranking):
         line = f"{_place(at) + ':':<11}{served.shape}"
         console.print_text(line, "" if at else "bold")
-    console.print_table(_fleets(found))
-    rates = [served.rate for served in found.ranking]
+    console.print_table(_fleets(plan))
+    rates = [served.rate for served in plan.ranking]
     if rates != sorted(rates, reverse=True):
         console.print_text(
             f"rates within {EQUAL_RATE_SHARE:.0%} count as equal: the simpler fleet comes first",
             "dim",
         )
-    if left := found.gpus - found.gpus_of(found.best):
-        each = found.question.machine.gpus
+    if left := plan.gpus - plan.gpus_of(plan.best):
+        worker_gpus = plan.question.machine.gpus
         console.print_text(
-            f"{left} of {found.gpus} GPUs are unused: a worker takes {each}", "yellow"
+            f"{left} of {plan.gpus} GPUs are unused: a worker takes {worker_gpus}", "yellow"
         )
-    for line in (*_neighbours(found), *_required(found, args.request_rate), *_exact_checks(found)):
+    for line in (*_neighbours(plan), *_required(plan, args.request_rate), *_exact_checks(plan)):
         console.print_text(line, "")
-    console.print_table(_frontier(found))
-    console.print_table(_capacity(found))
-    machine = found.question.machine
+    console.print_table(_frontier(plan))
+    console.print_table(_capacity(plan))
+    machine = plan.question.machine
     if machine.assumed:
         taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
         console.print_text(
@@ -76,17 +76,17 @@ def show(console: Output, found: FleetPlan, args: argparse.Namespace) -> None:
             "to the file",
             "yellow",
         )
-    for line in _judged_by(found, args):
+    for line in _judged_by(plan, args):
         console.print_text(line)
 
 
-def _head(found: FleetPlan) -> Iterator[str]:
-    question = found.question
-    one = "" if question.prefill_machine else "all of one profile: "
+def _head(plan: FleetPlan) -> Iterator[str]:
+    question = plan.question
+    scope = "" if question.prefill_machine else "all of one profile: "
     yield (
-        f"{question.source.name}, prompts of {found.prompt:,.0f} and outputs of "
-        f"{found.output:,.0f} tokens on average, on {format_count(found.gpus, 'GPU')} as "
-        f"{format_count(found.best.shape.workers, 'worker')}, {one}{question.profiles}"
+        f"{question.source.name}, prompts of {plan.prompt:,.0f} and outputs of "
+        f"{plan.output:,.0f} tokens on average, on {format_count(plan.gpus, 'GPU')} as "
+        f"{format_count(plan.best.shape.workers, 'worker')}, {scope}{question.profiles}"
     )
     if QUANTIZED in question.machine.flags:
         yield (
@@ -95,57 +95,60 @@ def _head(found: FleetPlan) -> Iterator[str]:
         )
 
 
-def _machines(found: FleetPlan) -> Table:
+def _machines(plan: FleetPlan) -> Table:
     """Return the machines that were compared, by their coarse results."""
-    result = "GPUs" if found.by_gpus else "req./s"
+    result = "GPUs" if plan.by_gpus else "req./s"
     layout = plain_table(["machines, compared coarsely"], [result], long_texts=True, padding=TIGHT)
     order = sorted(
-        found.candidates,
-        key=lambda each: (bool(each.why), each.result if found.by_gpus else -each.result),
+        plan.candidates,
+        key=lambda candidate: (
+            bool(candidate.why),
+            candidate.result if plan.by_gpus else -candidate.result,
+        ),
     )
-    for each in order[:MAX_SHOWN]:
-        ours = each.question.machines == found.question.machines
-        result = "-" if each.why else f"{each.result:.3g}"
-        layout.add_row(each.question.profiles, result, style="bold" if ours else "")
+    for candidate in order[:MAX_SHOWN]:
+        ours = candidate.question.machines == plan.question.machines
+        result = "-" if candidate.why else f"{candidate.result:.3g}"
+        layout.add_row(candidate.question.profiles, result, style="bold" if ours else "")
     return layout
 
 
-def _frontier(found: FleetPlan) -> Table:
+def _frontier(plan: FleetPlan) -> Table:
     layout = plain_table((), ("GPUs", "req./s", "per GPU"), padding=TIGHT)
     layout.add_column("fleet")
-    for gpus, served in found.frontier:
+    for gpus, served in plan.frontier:
         layout.add_row(
             str(gpus), f"{served.rate:.3g}", f"{served.rate / gpus:.3g}", str(served.shape),
-            style="bold" if served is found.best else "",
+            style="bold" if served is plan.best else "",
         )  # fmt: skip
     return layout
 
 
-def chart_of(found: FleetPlan) -> Chart:
-    points = [(float(gpus), served.rate) for gpus, served in found.frontier]
+def chart_of(plan: FleetPlan) -> Chart:
+    points = [(float(gpus), served.rate) for gpus, served in plan.frontier]
     return Chart(
         title="Requests in time by number of GPUs",
         x="GPUs",
         y="requests/s in time",
         series=[
-            Series(found.question.profiles, [(0.0, 0.0), *points]),
-            Series("the planned fleet", [(float(found.gpus), found.best.rate)], dots=True),
+            Series(plan.question.profiles, [(0.0, 0.0), *points]),
+            Series("the planned fleet", [(float(plan.gpus), plan.best.rate)], dots=True),
         ],
-        subtitle=f"{found.question.source.name}; {found.best.shape}",
+        subtitle=f"{plan.question.source.name}; {plan.best.shape}",
     )
 
 
-def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
+def _judged_by(plan: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
     """Yield lines on how the fleets were judged, and the command that checks the best."""
-    question = found.question
-    if not found.is_exact:
+    question = plan.question
+    if not plan.is_exact:
         of_trace = isinstance(question.source, Sampled)
         seen = TRACE_DRAWS_NOTE if of_trace else NEW_DRAWS_NOTE
         yield (
             f"each rate is the highest with {question.share:.0%} in time in each of "
-            f"{question.draws} draws of {found.requests:,} requests, {seen}"
+            f"{question.draws} draws of {plan.requests:,} requests, {seen}"
         )
-        shown = [*found.ranking, *(served for _, served in found.frontier)]
+        shown = [*plan.ranking, *(served for _, served in plan.frontier)]
         if any(len(served.shares) < question.draws for served in shown):
             yield "kinds behind the best, and other sizes, were judged by fewer runs"
         yield (
@@ -154,24 +157,25 @@ def _judged_by(found: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
             + ("; this does not cover another day's traffic" if of_trace else "")
         )
     yield (
-        f"by {found.runs} simulations with the fluid engine; figures of other "
+        f"by {plan.runs} simulations with the fluid engine; figures of other "
         "simulators and of real machines differ, most of all near the limit: see "
         "docs/evaluation.md"
     )
-    if found.is_exact:
+    if plan.is_exact:
         yield (
             "order and rates are from vLLM's own schedulers (the exact engine), with one more "
             "draw; those for a worker more or fewer are plain, with the same correction"
         )
         return
     fleet = args.save or "FLEET.yaml"
-    command = ["vllm-sched", "simulate", str(fleet), *simulate_options(args, found, exact=True)]
+    command = ["vllm-sched", "simulate", str(fleet), *simulate_options(args, plan, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
     what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
-    asked = "vLLM's own schedulers were not used"
-    if found.exact:
-        asked = "vLLM's own schedulers were not used for all fleets"
-    yield f"{asked}; to play the best fleet with them{what}{saved}:"
+    scope = " for all fleets" if plan.exact else ""
+    yield (
+        f"vLLM's own schedulers were not used{scope}; to play the best fleet with "
+        f"them{what}{saved}:"
+    )
     yield f"    {shlex.join(command)}"
 
 
@@ -193,12 +197,12 @@ def _of_trace(source: TrafficSource) -> Iterator[tuple[str, str]]:
         )
 
 
-def _fleets(found: FleetPlan) -> Table:
-    drawn = any(served.shares for served in found.ranking)
+def _fleets(plan: FleetPlan) -> Table:
+    drawn = any(served.shares for served in plan.ranking)
     in_time = "in time,\neach draw" if drawn else "in time"
     latencies = ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max")
     layout = plain_table([""], ("req./s", in_time, *latencies), padding=TIGHT)
-    for at, served in enumerate(found.ranking):
+    for at, served in enumerate(plan.ranking):
         figures, gaps = served.run.all, served.run.gaps
         layout.add_row(
             _place(at),
@@ -227,46 +231,46 @@ def _percent_rounded_down(share: float) -> str:
     return f"{math.floor(100 * share + 1e-9)} %"
 
 
-def _pair(one: float, other: float) -> str:
+def _pair(first: float, other: float) -> str:
     """Return two latencies with one unit, to keep lines within 80 columns."""
-    unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
-    return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
+    unit, factor = ("s", 1.0) if max(first, other) >= 1 else ("ms", 1000.0)
+    return f"{round(first * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
 
 
-def _neighbours(found: FleetPlan) -> Iterator[str]:
+def _neighbours(plan: FleetPlan) -> Iterator[str]:
     """Yield lines on the best fleets with a worker more or fewer."""
-    each = found.question.machine.gpus
-    unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
-    if found.question.prefill_machine is not None:
+    worker_gpus = plan.question.machine.gpus
+    unit = "one GPU" if worker_gpus == 1 else f"{worker_gpus} GPUs (one worker)"
+    if plan.question.prefill_machine is not None:
         unit = "one worker"
     without = {
         "more": "no fleet here serves more with it; it can stay idle",
         "fewer": "there is no such fleet",
     }
-    for what, other in (("more", found.more), ("fewer", found.fewer)):
+    for what, other in (("more", plan.more), ("fewer", plan.fewer)):
         if other is None:
-            yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
+            yield f"{unit} {what}: {without[what] if plan.stopped_at is None else 'not known'}"
             continue
-        change = other.rate / found.best.rate - 1
+        change = other.rate / plan.best.rate - 1
         size = (
             f"{change:+.0%}" if abs(change) > EQUAL_RATE_SHARE else "below the search's resolution"
         )
         yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
-    if each > 1:
-        yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
+    if worker_gpus > 1:
+        yield f"a single GPU more or fewer changes nothing: a worker takes {worker_gpus}"
 
 
-def _required(found: FleetPlan, rate: float | None) -> Iterator[str]:
+def _required(plan: FleetPlan, rate: float | None) -> Iterator[str]:
     if rate is not None:
-        yield f"--request-rate {rate:g}: {rate / found.best.rate:.0%} of the best fleet's rate"
+        yield f"--request-rate {rate:g}: {rate / plan.best.rate:.0%} of the best fleet's rate"
 
 
-def _exact_checks(found: FleetPlan) -> Iterator[str]:
+def _exact_checks(plan: FleetPlan) -> Iterator[str]:
     """Yield lines on the fleets that vLLM's own schedulers played."""
-    for shape, proof in found.exact.items():
-        least = found.question.share
-        short = " (too few)" if proof.share < least else ""
-        if proof.longest < least:
+    for shape, proof in plan.exact.items():
+        target = plan.question.share
+        short = " (too few)" if proof.share < target else ""
+        if proof.longest < target:
             longest = _percent_rounded_down(proof.longest)
             short += f" ({longest} of the longest prompts, which starve)"
         yield (
@@ -275,8 +279,8 @@ def _exact_checks(found: FleetPlan) -> Iterator[str]:
         )
 
 
-def _capacity(found: FleetPlan) -> Table:
-    capacity, size = found.capacity, found.question.machine.kv_token_bytes
+def _capacity(plan: FleetPlan) -> Table:
+    capacity, size = plan.capacity, plan.question.machine.kv_token_bytes
     layout = plain_table([""], [""], show_header=False, title_justify="left", title_style="bold")
     layout.title = "one worker, calculated"
     limiting = capacity.limiting_prompt
@@ -291,23 +295,23 @@ def _capacity(found: FleetPlan) -> Table:
         ("KV moved by its link", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
         ("transfer of a mean prompt", milliseconds(capacity.transfer_s * 1000)),
         ("transfer is slower than prefill", where),
-        ("KV of all prompts at the best rate", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
+        ("KV of all prompts at the best rate", f"{plan.prefill_bytes_per_s / 1e9:.3g} GB/s"),
     ):
         layout.add_row(name, text)
     return layout
 
 
-def simulate_options(args: argparse.Namespace, found: FleetPlan, *, exact: bool) -> list[str]:
-    count = EXACT_REQUESTS if exact else found.requests
-    said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
-    said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
-    said += [
+def simulate_options(args: argparse.Namespace, plan: FleetPlan, *, exact: bool) -> list[str]:
+    count = EXACT_REQUESTS if exact else plan.requests
+    options = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
+    options += [f"--request-rate={plan.best.rate:.3g}", f"--num-requests={count}"]
+    options += [
         f"--{name.replace('_', '-')}={value:g}"
         for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
     if args.scale != 1:
-        said.append(f"--scale={args.scale:g}")
+        options.append(f"--scale={args.scale:g}")
     if args.block_tokens != BLOCK_TOKENS:
-        said.append(f"--block-tokens={args.block_tokens}")
-    return [*said, "--goodput", *args.goodput]
+        options.append(f"--block-tokens={args.block_tokens}")
+    return [*options, "--goodput", *args.goodput]

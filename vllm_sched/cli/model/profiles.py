@@ -46,24 +46,24 @@ def run_profiles(args: argparse.Namespace) -> int:
         _print_missing(console, args.words)
         return 0
     everything = [*profiles.ASSUMED.values(), *profiles.measured().values()]
-    found = [each for each in everything if _matches(_names(each), args.words)]
-    if not found:
+    matching = [profile for profile in everything if _matches(_names(profile), args.words)]
+    if not matching:
         raise UsageError(
             f"no built-in profile has {' '.join(args.words)} in its name; without words all are "
             "listed"
         )
     if args.json:
-        shown = [{"name": e.name, "source": e.source, **profiles.to_json(e)} for e in found]
+        shown = [{"name": e.name, "source": e.source, **profiles.to_json(e)} for e in matching]
         print(json.dumps(shown, indent=1))
         return 0
-    console.print_table(_table(found))
-    for source in dict.fromkeys(each.source for each in found):
+    console.print_table(_table(matching))
+    for source in dict.fromkeys(profile.source for profile in matching):
         console.print_text(f"source: {source}")
-    for each in found:
-        if each.remark:
-            console.print_text(f"{each.name}: {each.remark}", "yellow")
+    for profile in matching:
+        if profile.remark:
+            console.print_text(f"{profile.name}: {profile.remark}", "yellow")
     for short, key in profiles.ALIASES.items():
-        if any(each.key == key for each in found):
+        if any(profile.key == key for profile in matching):
             console.print_text(f"{short}: short for {key.name}")
     console.print_text(NOTE)
     return 0
@@ -78,21 +78,21 @@ def _matches(name: str, words: list[str]) -> bool:
     return all(word in name for word in words)
 
 
-def _table(found: list[profiles.Profile]) -> Table:
+def _table(matching: list[profiles.Profile]) -> Table:
     errors = (f"{kind}\nerr %" for kind in STEP_KINDS)
     headings = ("KV, k", f"{MANY} dec\nms", "2k pre\nms", *errors)
     layout = plain_table(["profile"], headings, padding=(0, 1, 0, 0))
     for column in layout.columns:
         column.no_wrap = True
-    for each in found:
-        decode = each.time.seconds(StepShape(decodes=MANY, context_tokens=MANY * CONTEXT))
+    for profile in matching:
+        decode = profile.time.seconds(StepShape(decodes=MANY, context_tokens=MANY * CONTEXT))
         prompt = StepShape(prefill_tokens=CONTEXT, pairs=CONTEXT * CONTEXT / 2, prompts=1)
         layout.add_row(
-            each.name,
-            f"{each.size.kv_tokens() / 1000:,.0f}",
+            profile.name,
+            f"{profile.size.kv_tokens() / 1000:,.0f}",
             f"{decode * 1000:.3g}",
-            f"{each.time.seconds(prompt) * 1000:.3g}",
-            *(_error(each.errors.get(kind), assumed=each.key is None) for kind in STEP_KINDS),
+            f"{profile.time.seconds(prompt) * 1000:.3g}",
+            *(_error(profile.errors.get(kind), assumed=profile.key is None) for kind in STEP_KINDS),
         )
     return layout
 

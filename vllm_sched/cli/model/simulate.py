@@ -162,18 +162,18 @@ class SimulationRun:
     def scheduler_share(self) -> float | None:
         """The share of time spent in vLLM's schedulers; None without exact engines."""
         workers: Mapping[str, Mapping[str, Any]] = self.played.facts["workers"]
-        spent = [each["scheduler_s"] for each in workers.values() if "scheduler_s" in each]
+        spent = [worker["scheduler_s"] for worker in workers.values() if "scheduler_s" in worker]
         return sum(spent) / self.wall_s if spent and self.wall_s else None
 
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Run the command; return 1 if a request failed."""
-    given = _check(args)
+    inputs = _check(args)
     console = Output()
-    run = _run(args, given, console)
+    run = _run(args, inputs, console)
     if run.played.interrupted:
         require_ended(run.played.outcomes)
-    result = as_result(run, given)
+    result = as_result(run, inputs)
     if run.played.interrupted:
         console.print_text("interrupted: partial results", "yellow")
     else:
@@ -190,7 +190,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         console.print_text(f"wrote {args.trace}: open it at ui.perfetto.dev")
     if run.played.interrupted:
         return INTERRUPTED
-    return int(any(each.error for each in result.outcomes))
+    return int(any(outcome.error for outcome in result.outcomes))
 
 
 def _check(args: argparse.Namespace) -> SimulationInput:
@@ -214,13 +214,13 @@ def _check(args: argparse.Namespace) -> SimulationInput:
     check_outputs(args.save, args.plot)
     require_folders(args.trace)
     targets = goodput.parse(args.goodput)
-    given = SimulationInput(args.engine, config, models, schedule, targets)
-    if targets.itl is not None and given.coarse:
+    inputs = SimulationInput(args.engine, config, models, schedule, targets)
+    if targets.itl is not None and inputs.coarse:
         raise UsageError(
             f"--goodput itl: above {MAX_FINE_REQUESTS:,} requests the fluid engine records no gaps "
             "between tokens; play fewer requests, or leave itl out"
         )
-    return given
+    return inputs
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -228,9 +228,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value, may_be_zero = getattr(args, name), name in ("front_ms", "mixed_ms")
         if value is None or 0 < value <= MAX_NUMBER or (may_be_zero and not value):
             continue
-        least = "0 or more" if may_be_zero else "more than 0"
+        minimum = "0 or more" if may_be_zero else "more than 0"
         raise UsageError(
-            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most "
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {minimum}, at most "
             f"{MAX_NUMBER:g}"
         )
 
@@ -245,21 +245,23 @@ def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) ->
     return partial(FluidEngine, each_token=each_token)
 
 
-def _run(args: argparse.Namespace, given: SimulationInput, console: Output) -> SimulationRun:
-    schedule, coarse = given.schedule, given.coarse
+def _run(args: argparse.Namespace, inputs: SimulationInput, console: Output) -> SimulationRun:
+    schedule, coarse = inputs.schedule, inputs.coarse
     # vLLM's warnings on this machine do not apply to the simulated one.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     if args.engine == EXACT and (place := terminal(console)) is not None:
         place.print("loading vLLM's scheduler", style="dim")
     maker = engine_maker(args.engine, traced=bool(args.trace or args.plot), each_token=not coarse)
-    fleet = SimulatedFleet(given.config, given.models, maker, timeout_s=args.timeout, coarse=coarse)
+    fleet = SimulatedFleet(
+        inputs.config, inputs.models, maker, timeout_s=args.timeout, coarse=coarse
+    )
     # Keep the garbage collector from scanning these long-lived objects again and again.
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
     try:
         total = schedule.ends_after_s or requests_of(schedule)
-        more = f", workers: {len(given.models):,}, {args.engine} engine"
+        more = f", workers: {len(inputs.models):,}, {args.engine} engine"
         with (
             progress(console, "simulate", schedule.source.name, total, more=more) as show,
             interruptible() as stopped,
@@ -270,7 +272,7 @@ def _run(args: argparse.Namespace, given: SimulationInput, console: Output) -> S
                 show(now if schedule.ends_after_s else done, text, last=last)
 
             played = fleet.play(schedule, report_progress, stopped)
-            ended = sum(not each.interrupted for each in played.outcomes)
+            ended = sum(not outcome.interrupted for outcome in played.outcomes)
             report_progress(played.duration, len(played.outcomes), ended, last=True)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     finally:
@@ -295,52 +297,54 @@ def draw_steps_of(fleet: SimulatedFleet, played_until: float, folder: Path) -> l
     return drawn
 
 
-def as_result(run: SimulationRun, given: SimulationInput) -> BenchResult:
+def as_result(run: SimulationRun, inputs: SimulationInput) -> BenchResult:
     played = run.played
     return BenchResult(
-        schedule=given.schedule,
-        targets=given.targets,
+        schedule=inputs.schedule,
+        targets=inputs.targets,
         outcomes=played.outcomes,
         duration=played.duration,
-        backend=f"simulated-{given.engine}",
-        model=given.config.model,
+        backend=f"simulated-{inputs.engine}",
+        model=inputs.config.model,
         notes={
             "max_model_len": run.fleet.longest,
             "cut_requests": played.cut,
             "simulator": {
-                "engine": given.engine,
+                "engine": inputs.engine,
                 "wall_s": run.wall_s,
                 "cpu_s": run.cpu_s,
                 "speed": run.speed,
                 "scheduler_share": run.scheduler_share,
-                "profiles": {name: model.profile for name, model in given.models.items()},
+                "profiles": {name: model.profile for name, model in inputs.models.items()},
                 **played.facts,
             },
         },
-        warnings=_warnings(given, played.cut) + unfinished_warning(played.sessions),
+        warnings=_warnings(inputs, played.cut) + unfinished_warning(played.sessions),
         sessions=played.sessions,
     )
 
 
-def _warnings(given: SimulationInput, cut: int) -> list[str]:
-    models, schedule = given.models, given.schedule
-    found = schedule.falls_short
+def _warnings(inputs: SimulationInput, cut: int) -> list[str]:
+    models, schedule = inputs.models, inputs.schedule
+    warnings = schedule.falls_short
     if cut:
-        found.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
-    if given.engine == FLUID:
-        found += [f"--engine fluid ignores {text}; use --engine exact" for text in _ignored(models)]
-    found += [
+        warnings.append(cut_warning(cut, "fleet", sessions=schedule.source.has_sessions))
+    if inputs.engine == FLUID:
+        warnings += [
+            f"--engine fluid ignores {text}; use --engine exact" for text in _ignored(models)
+        ]
+    warnings += [
         f"{model.name} is simulated without {', '.join(model.unread)}"
         for model in models.values()
         if model.unread
     ]
     names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
-    if strangers := names - {each.name for each in given.config.tenants}:
-        found.append(
+    if strangers := names - {tenant.name for tenant in inputs.config.tenants}:
+        warnings.append(
             f"{len(strangers)} of --tenants {schedule.tenants} (named tenant-1 and so on) are not "
             "in the fleet file: the router treats them as one"
         )
-    return found
+    return warnings
 
 
 def _ignored(models: Mapping[str, WorkerModel]) -> Iterator[str]:
@@ -368,4 +372,4 @@ def _print_result(console: Output, result: BenchResult, run: SimulationRun) -> N
     console.print_text(text)
     for warning in result.warnings:
         console.print_text(warning, "yellow")
-    print_errors([each.error for each in result.outcomes if each.error], console)
+    print_errors([outcome.error for outcome in result.outcomes if outcome.error], console)

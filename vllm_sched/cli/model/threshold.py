@@ -123,9 +123,9 @@ class Finding:
         best = f"K* = {self.closed_form} by formula, {self.recursion} by recursion"
         if self.run > 1:
             return f"{best}; run departures={self.run}: {_percent(self.gain)} throughput"
-        most = max(row.throughput for row in self.rows) / self.rows[0].throughput
-        if most < MIN_GAIN:
-            gain = f"gains more than {_percent(most)}" if most > 1 else "gains anything"
+        best_ratio = max(row.throughput for row in self.rows) / self.rows[0].throughput
+        if best_ratio < MIN_GAIN:
+            gain = f"gains more than {_percent(best_ratio)}" if best_ratio > 1 else "gains anything"
             return f"{best}; run departures=1: no larger K {gain}"
         return f"{best}; run departures=1: no larger K is within the given limits"
 

@@ -21,7 +21,7 @@ INDEX: Final = re.compile(r"[-_]\d+$")
 
 
 def client_ids(engine_id: str) -> set[str]:
-    found = ENGINE_ID.fullmatch(engine_id)
-    rest = found[1] if found is not None else engine_id
+    match = ENGINE_ID.fullmatch(engine_id)
+    rest = match[1] if match is not None else engine_id
     whole = {rest, SUFFIX.sub("", rest)}
-    return whole | {INDEX.sub("", each) for each in whole}
+    return whole | {INDEX.sub("", whole_id) for whole_id in whole}

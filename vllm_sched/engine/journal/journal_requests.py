@@ -40,17 +40,17 @@ class JournalRequest:
 
     def resident_prefix(self) -> int:
         """Return the resident tokens, considering evictions of shared blocks."""
-        least = self.resident
+        resident = self.resident
         visited = {self}
         pending = [*self.shares]
         while pending:
             owner, end = pending.pop()
             if owner.resident < end:
-                least = min(least, owner.resident)
+                resident = min(resident, owner.resident)
             if owner not in visited:
                 visited.add(owner)
                 pending += [(other, min(limit, end)) for other, limit in owner.shares]
-        return least
+        return resident
 
 
 class JournalRequests:

@@ -41,7 +41,7 @@ class Admission:
         self._num_policies = num_policies
         self._record_gate = record_gate
         # Of waiting requests; None between steps.
-        self._lanes_in_step: dict[str, LaneKey] | None = None
+        self._lane_keys_in_step: dict[str, LaneKey] | None = None
         self._num_running = 0  # requests in `running` that the policies know
         self.has_deadlines = bool(hooks.deadline)
         self._idle = False  # nothing runs or loads KV: every gate is open
@@ -57,7 +57,7 @@ class Admission:
     def begin_step(self, now: float) -> None:
         scheduler = self._scheduler
         running = scheduler.running
-        self._lanes_in_step = {}
+        self._lane_keys_in_step = {}
         self._prefixes.begin_step(now)
         self._num_running = len(running)
         if self.lora_slots is not None:
@@ -68,7 +68,7 @@ class Admission:
         self._idle = not running and len(scheduler.kv_holding_waiting) <= asleep
 
     def end_step(self) -> None:
-        self._lanes_in_step = None
+        self._lane_keys_in_step = None
         self.queue.end_step()
 
     def next_to_enter(self) -> Request | None:
@@ -109,13 +109,13 @@ class Admission:
                 self.lora_slots.record_admission(request)
         self._num_running = len(running)
 
-    def lanes_of(self, request: Request) -> LaneKey:
+    def lane_key_of(self, request: Request) -> LaneKey:
         # The queue asks often. Lanes that do not depend on the prefix cache hold for the step.
-        lanes_in_step = self._lanes_in_step
-        if lanes_in_step is not None:
-            lanes = lanes_in_step.get(request.request_id)
-            if lanes is not None:
-                return lanes
+        keys_in_step = self._lane_keys_in_step
+        if keys_in_step is not None:
+            lane_key = keys_in_step.get(request.request_id)
+            if lane_key is not None:
+                return lane_key
         looked_up = False
 
         def cached() -> int:
@@ -126,41 +126,41 @@ class Admission:
         names = [""] * self._num_policies
         for number, lane in self._hooks.lane:
             names[number] = lane(request, cached)
-        lanes = tuple(names)
-        if lanes_in_step is not None and not looked_up:
-            lanes_in_step[request.request_id] = lanes
-        return lanes
+        lane_key = tuple(names)
+        if keys_in_step is not None and not looked_up:
+            keys_in_step[request.request_id] = lane_key
+        return lane_key
 
-    def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+    def gate_of(self, lane_key: LaneKey, head: Request, waited: float) -> Gate:
         running = self._scheduler.running
         if len(running) != self._num_running:
             self.record_admissions()
         strictest, closed_by = OPEN, None
         # A request that began to load KV in this step does not run yet.
         if not self._idle or running or self._scheduler._inflight_prefills:
-            strictest, closed_by = self._ask_policies(lanes, head, waited)
-        self.queue.lane_counts.record_gate(lanes, closed_by)
-        self._record_gate(lanes, closed_by)
+            strictest, closed_by = self._ask_policies(lane_key, head, waited)
+        self.queue.lane_counts.record_gate(lane_key, closed_by)
+        self._record_gate(lane_key, closed_by)
         return strictest
 
     def _ask_policies(
-        self, lanes: LaneKey, head: Request, waited: float
+        self, lane_key: LaneKey, head: Request, waited: float
     ) -> tuple[Gate, int | None]:
         """Return the strictest gate, and the policy that holds the head."""
         strictest = OPEN
         for number, gate in self._hooks.gate:
-            if (answer := gate(lanes[number], head, waited)) is CLOSED:
+            if (decision := gate(lane_key[number], head, waited)) is CLOSED:
                 return CLOSED, number
-            if answer is not OPEN:
-                strictest = answer
+            if decision is not OPEN:
+                strictest = decision
         for number, keeps_lane in self._hooks.keeps_lane:
-            if not keeps_lane(lanes[number], head):
+            if not keeps_lane(lane_key[number], head):
                 return CLOSED, None  # it will move to its new lane
         return strictest, None
 
-    def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+    def urgency_of(self, lane_key: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         return tuple(
-            urgency(lanes[number], head, waited) for number, urgency in self._hooks.urgency
+            urgency(lane_key[number], head, waited) for number, urgency in self._hooks.urgency
         )
 
     def deadline(self, request: Request, since: float) -> float:

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 class BlockChunk(NamedTuple):
     tokens: int
-    unused: int
+    unused: int  # of the grant
 
 
 class BlockChunks:
@@ -50,20 +50,20 @@ class BlockChunks:
         debt = self._debts.get(request, 0)
         if chunk:
             # The tokens beyond the last boundary pay off the debt.
-            pays = min(granted - chunk, debt)
-            debt -= pays
+            paid = min(granted - chunk, debt)
+            debt -= paid
         else:
             # No boundary is within the grant, so all of it pays.
-            pays, debt = granted, debt - granted
-            least = min(self.tokens_to_boundary(request, computed), max_tokens)
-            if least <= room and (debt < 0 or not may_skip()):
-                chunk = self._align(request, least, uncached)
+            paid, debt = granted, debt - granted
+            min_chunk = min(self.tokens_to_boundary(request, computed), max_tokens)
+            if min_chunk <= room and (debt < 0 or not may_skip()):
+                chunk = self._align(request, min_chunk, uncached)
                 debt += chunk
         if debt > 0 and computed + chunk < request.num_tokens:
             self._debts[request] = min(debt, self.block_tokens)
         else:
             self.forget(request)
-        return BlockChunk(chunk, max(granted - chunk - pays, 0))
+        return BlockChunk(chunk, max(granted - chunk - paid, 0))
 
     def forget(self, request: Request) -> None:
         self._debts.pop(request, None)

@@ -46,19 +46,19 @@ class StepBudget:
 
     def limit_step(self, step: Step) -> StepLimit:
         """Lower `step.budget` to the policies' least budget; return the limit for vLLM."""
-        most = step.budget
+        full_budget = step.budget
         if not self._budgets:
-            return StepLimit(most)
+            return StepLimit(full_budget)
         # Requests with KV blocks always get their tokens, also with a prefill of one token.
         needed = step.num_holding_kv * self._tokens_per_decode + step.decode_tokens
         needed += bool(step.num_holding_kv and step.prefills)
         limit = StepLimit(min(budget(step) for budget in self._budgets))
-        if self._whole_images and limit.tokens < most:
+        if self._whole_images and limit.tokens < full_budget:
             limit = self._limit_with_image(step, limit.tokens)
-        step.budget = tokens = min(max(limit.tokens, needed, 1), most)
-        if self._blocks is not None and step.budget < most:
-            enough = self._least_with_chunk(step, needed, self._blocks)
-            tokens = min(max(step.budget, enough), most)
+        step.budget = tokens = min(max(limit.tokens, needed, 1), full_budget)
+        if self._blocks is not None and step.budget < full_budget:
+            with_chunk = self._least_with_chunk(step, needed, self._blocks)
+            tokens = min(max(step.budget, with_chunk), full_budget)
         return StepLimit(tokens, limit.kept_for_image)
 
     def prefill_room(self, plan: StepPlan, limit: StepLimit) -> int | None:
@@ -78,49 +78,52 @@ class StepBudget:
         # vLLM serves the decodes in front first.
         room = max(tokens - step.decode_tokens, 0 if plan.decode_is_last else 1)
         # Some KV may not have arrived: prefills get at least half.
-        left = room - min(holding, room // 2)
-        return left if self._blocks is None else max(left, min(self._blocks.block_tokens, room))
+        for_running = room - min(holding, room // 2)
+        if self._blocks is None:
+            return for_running
+        return max(for_running, min(self._blocks.block_tokens, room))
 
     def _least_with_chunk(self, step: Step, needed: int, blocks: BlockChunks) -> int:
         """Return the least budget in which the first prompt gets a chunk."""
-        least = [
+        chunks = [
             blocks.tokens_to_boundary(request, request.num_computed_tokens)
             for request in (*step.prefills, *self._scheduler.kv_holding_waiting)
         ]
         if (head := self._admission.next_to_enter()) is not None:
-            least.append(blocks.tokens_to_boundary(head, self._prefixes.cached_tokens(head)))
+            chunks.append(blocks.tokens_to_boundary(head, self._prefixes.cached_tokens(head)))
         elif step.num_waiting:  # a request behind may enter
-            least.append(blocks.block_tokens)
+            chunks.append(blocks.block_tokens)
         # With less than a block, vLLM lets chunks end anywhere.
-        return max(needed + max(least, default=0), blocks.block_tokens)
+        return max(needed + max(chunks, default=0), blocks.block_tokens)
 
-    def _limit_with_image(self, step: Step, wanted: int) -> StepLimit:
-        """Return a limit in which the next image fits.
+    def _limit_with_image(self, step: Step, limit: int) -> StepLimit:
+        """Return at least this limit, so that the next image fits.
 
         vLLM leaves an image that does not fit to a larger step. Without one it would read the
         image in parts or, with drafts, never.
         """
-        tokens = left = max(wanted - step.decode_tokens, 1)
+        for_prompts = left = max(limit - step.decode_tokens, 1)
         prompts: list[Request] = [*step.prefills]
         if (head := self._admission.next_to_enter()) is not None:
             prompts.append(head)
         for request in prompts:
             # Earlier prompts may take less, so this prompt may already be at an image.
-            near = max(left, self._tokens_per_decode)
-            if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
+            ahead = max(left, self._tokens_per_decode)
+            if request.has_encoder_inputs and (image := self._tokens_to_image_end(request, ahead)):
                 if request is prompts[0]:
-                    return StepLimit(max(wanted, step.decode_tokens + least))
-                return StepLimit(max(wanted, step.decode_tokens + tokens) + least, least)
+                    return StepLimit(max(limit, step.decode_tokens + image))
+                return StepLimit(max(limit, step.decode_tokens + for_prompts) + image, image)
             left -= request.num_tokens - request.num_computed_tokens
-        return StepLimit(wanted)
+        return StepLimit(limit)
 
-    def _to_image_end(self, request: Request, near: int) -> int:
-        done = request.num_computed_tokens
-        if request.status is not RequestStatus.RUNNING and not done:
-            done = self._prefixes.cached_tokens(request)
+    def _tokens_to_image_end(self, request: Request, max_ahead: int) -> int:
+        """Return the tokens up to the next image's end; 0 if none begins within `max_ahead`."""
+        computed = request.num_computed_tokens
+        if request.status is not RequestStatus.RUNNING and not computed:
+            computed = self._prefixes.cached_tokens(request)
         for feature in request.mm_features:
-            place = feature.mm_position
-            if place.offset >= done:
-                ahead = place.offset - done
-                return int(ahead + place.length) if ahead < near else 0
+            image = feature.mm_position
+            if image.offset >= computed:
+                ahead = image.offset - computed
+                return int(ahead + image.length) if ahead < max_ahead else 0
         return 0

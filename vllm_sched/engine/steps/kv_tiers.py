@@ -80,9 +80,9 @@ def simple_offload_lookup(connector: Any) -> Lookup:
         if manager is None:  # without prefix caching
             return 0
         hashes = request.block_hashes[computed // manager.hash_block_size :]
-        most = request.num_tokens - 1 - computed
-        if not hashes or most <= 0 or computed % manager.block_size:
+        max_tokens = request.num_tokens - 1 - computed
+        if not hashes or max_tokens <= 0 or computed % manager.block_size:
             return 0
-        return int(manager.cpu_coordinator.find_longest_cache_hit(hashes, most)[1])
+        return int(manager.cpu_coordinator.find_longest_cache_hit(hashes, max_tokens)[1])
 
     return lookup

@@ -25,14 +25,14 @@ class Entry(NamedTuple):
 
     order: Any  # when it is due and a number, or with priority scheduling the request
     request: Request
-    since: float
+    since: float  # when it began to wait
     tokens: int
-    gate_since: float  # for its gate; earlier if a request behind has waited longer
+    gate_since: float  # as `since`; earlier if a request behind has waited longer
 
 
 class Place(NamedTuple):
     entry: Entry
-    lane: LaneKey
+    lane_key: LaneKey
     group: int = IN_LANE
 
 
@@ -57,11 +57,11 @@ class LaneHeaps:
         return (entry.request for entry in sorted(place.entry for place in self.places.values()))
 
     def add(self, place: Place) -> None:
-        entry, lane, group = place
+        entry, lane_key, group = place
         if group == SET_ASIDE:
             self.set_aside[entry.request] = None
         else:
-            heapq.heappush(self.lanes.setdefault(group, {}).setdefault(lane, []), entry)
+            heapq.heappush(self.lanes.setdefault(group, {}).setdefault(lane_key, []), entry)
         self.places[entry.request] = place
         self._count(place, 1)
 
@@ -75,17 +75,17 @@ class LaneHeaps:
         """Remove a request that is the head of its heap, or set aside."""
         place = self._remove_place(request)
         if place.group != SET_ASIDE:
-            heapq.heappop(self.lanes[place.group][place.lane])
+            heapq.heappop(self.lanes[place.group][place.lane_key])
         return place
 
-    def reorder_head(self, group: int, lane: LaneKey, order: Any) -> None:
-        later = self.lanes[group][lane][0]._replace(order=order)
-        heapq.heapreplace(self.lanes[group][lane], later)
-        self.places[later.request] = Place(later, lane, group)
+    def reorder_head(self, group: int, lane_key: LaneKey, order: Any) -> None:
+        later = self.lanes[group][lane_key][0]._replace(order=order)
+        heapq.heapreplace(self.lanes[group][lane_key], later)
+        self.places[later.request] = Place(later, lane_key, group)
 
-    def head(self, group: int, lane: LaneKey) -> Entry | None:
+    def head(self, group: int, lane_key: LaneKey) -> Entry | None:
         """Return the head of a lane, after a removal of dead entries before it."""
-        heap = self.lanes[group][lane]
+        heap = self.lanes[group][lane_key]
         while heap:
             entry = heap[0]
             place = self.places.get(entry.request)
@@ -111,24 +111,24 @@ class LaneHeaps:
 
     def heads(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, Entry]]:
         for group in groups:
-            for lane in self.lanes[group]:
-                if (entry := self.head(group, lane)) is not None:
-                    yield lane, entry
+            for lane_key in self.lanes[group]:
+                if (entry := self.head(group, lane_key)) is not None:
+                    yield lane_key, entry
 
-    def gate_since_behind(self, lane: LaneKey, order: Any) -> float:
+    def gate_since_behind(self, lane_key: LaneKey, order: Any) -> float:
         """Return since when the head waits for its gate, if `order` comes before it."""
-        heap = self.lanes[IN_LANE].get(lane)
+        heap = self.lanes[IN_LANE].get(lane_key)
         if not heap or heap[0].request not in self.places or not order < heap[0].order:
             return inf
         return heap[0].gate_since
 
     def update_waits(self, now: float) -> None:
         heads = self.heads(self.open_groups())
-        self.counts.set_waits((lane, now - entry.gate_since) for lane, entry in heads)
+        self.counts.set_waits((lane_key, now - entry.gate_since) for lane_key, entry in heads)
 
     def update_held(self, turned_away: Iterable[Request]) -> None:
         """Count the requests that policies hold, and other requests that cannot begin."""
-        barred = Counter(self.places[request].lane for request in turned_away)
+        barred = Counter(self.places[request].lane_key for request in turned_away)
         if self._group_sizes:
             open_groups = self.open_groups()
             for group, sizes in self._group_sizes.items():
@@ -144,16 +144,16 @@ class LaneHeaps:
         return place
 
     def _count(self, place: Place, requests: int) -> None:
-        entry, lane, group = place
-        self.counts.add(lane, requests, requests * entry.tokens)
+        entry, lane_key, group = place
+        self.counts.add(lane_key, requests, requests * entry.tokens)
         if group != IN_LANE:
-            self._group_sizes[group][lane] += requests
+            self._group_sizes[group][lane_key] += requests
 
     def _drop_dead(self) -> None:
         self.lanes = {IN_LANE: {}}
-        for entry, lane, group in self.places.values():
+        for entry, lane_key, group in self.places.values():
             if group != SET_ASIDE:
-                self.lanes.setdefault(group, {}).setdefault(lane, []).append(entry)
+                self.lanes.setdefault(group, {}).setdefault(lane_key, []).append(entry)
         for heaps in self.lanes.values():
             for heap in heaps.values():
                 heapq.heapify(heap)

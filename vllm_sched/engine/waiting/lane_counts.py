@@ -9,7 +9,7 @@ from typing import Final
 
 from vllm_sched.policies.types import LaneCount
 
-LaneKey = tuple[str, ...]  # a lane for each policy
+LaneKey = tuple[str, ...]  # the lanes of a request, by policy
 
 # With twice as many points, every other one of this many oldest is dropped.
 OLD_POINTS: Final = 256
@@ -57,33 +57,33 @@ class LaneCounts:
         self.by_policy: list[defaultdict[str, LaneCount]] = [
             defaultdict(LaneCount) for _ in range(num_policies)
         ]
-        # Requests by the lanes of all policies, as gates are asked.
+        # Requests by the lanes of all policies.
         self.waiting: Counter[LaneKey] = Counter()
         # The first policy whose gate was closed to a lane's head.
         self.held_by: dict[LaneKey, int] = {}
 
-    def add(self, lane: LaneKey, requests: int, tokens: int) -> None:
+    def add(self, lane_key: LaneKey, requests: int, tokens: int) -> None:
         """Add requests to a lane; negative numbers remove."""
-        self.waiting[lane] += requests
-        if not self.waiting[lane]:
-            del self.waiting[lane]
-        for counts, name in zip(self.by_policy, lane, strict=True):
+        self.waiting[lane_key] += requests
+        if not self.waiting[lane_key]:
+            del self.waiting[lane_key]
+        for counts, name in zip(self.by_policy, lane_key, strict=True):
             count = counts[name]
             count.requests += requests
             count.tokens += tokens
 
-    def record_gate(self, lane: LaneKey, closed_by: int | None) -> None:
+    def record_gate(self, lane_key: LaneKey, closed_by: int | None) -> None:
         if closed_by is None:
-            self.held_by.pop(lane, None)
+            self.held_by.pop(lane_key, None)
         else:
-            self.held_by[lane] = closed_by
+            self.held_by[lane_key] = closed_by
 
     def set_waits(self, heads: Iterable[tuple[LaneKey, float]]) -> None:
         for counts in self.by_policy:
             for count in counts.values():
                 count.waited = 0.0
-        for lane, waited in heads:
-            for counts, name in zip(self.by_policy, lane, strict=True):
+        for lane_key, waited in heads:
+            for counts, name in zip(self.by_policy, lane_key, strict=True):
                 count = counts[name]
                 if waited > count.waited:
                     count.waited = waited
@@ -93,10 +93,10 @@ class LaneCounts:
         for counts in self.by_policy:
             for count in counts.values():
                 count.num_held = count.num_barred = 0
-        for lane in self.held_by.keys() | barred.keys():
-            held_by = self.held_by.get(lane)
-            for number, (counts, name) in enumerate(zip(self.by_policy, lane, strict=True)):
+        for lane_key in self.held_by.keys() | barred.keys():
+            held_by = self.held_by.get(lane_key)
+            for number, (counts, name) in enumerate(zip(self.by_policy, lane_key, strict=True)):
                 if held_by is None or held_by == number:
-                    counts[name].num_barred += barred[lane]
+                    counts[name].num_barred += barred[lane_key]
                 else:
-                    counts[name].num_held += self.waiting[lane]
+                    counts[name].num_held += self.waiting[lane_key]

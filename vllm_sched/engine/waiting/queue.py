@@ -35,13 +35,13 @@ MAX_BLOCKING_MOVES, MAX_BLOCKS_READ = 256, 2048
 
 
 class LaneRules(Protocol):
-    def lanes_of(self, request: Request) -> LaneKey:
-        """Return the request's lane, for each policy."""
+    def lane_key_of(self, request: Request) -> LaneKey:
+        """Return the lanes of a request, by policy."""
 
-    def gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+    def gate_of(self, lane_key: LaneKey, head: Request, waited: float) -> Gate:
         """Return the gate of a lane."""
 
-    def urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
+    def urgency_of(self, lane_key: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         """Return the urgency of a lane; the least is served first."""
 
     has_deadlines: bool
@@ -136,11 +136,11 @@ class LaneQueue(RequestQueue):
 
     def head_waits(self) -> Iterator[tuple[LaneKey, float]]:
         """Return the waits of heads, and of requests set aside."""
-        for lane, entry in self._heaps.heads(self._heaps.lanes):
-            yield lane, self._now - entry.gate_since
+        for lane_key, entry in self._heaps.heads(self._heaps.lanes):
+            yield lane_key, self._now - entry.gate_since
         for request in self._heaps.set_aside:
-            entry, lane, _ = self._heaps.places[request]
-            yield lane, self._now - entry.gate_since
+            entry, lane_key, _ = self._heaps.places[request]
+            yield lane_key, self._now - entry.gate_since
 
     # Overrides
 
@@ -181,9 +181,9 @@ class LaneQueue(RequestQueue):
         request = self._current_offer()
         if request is None:
             raise IndexError("pop from a queue without an open lane")
-        entry, lane, group = self._heaps.pop(request)
+        entry, lane_key, group = self._heaps.pop(request)
         self._turned_away.pop(request, None)
-        self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
+        self._popped[request] = Place(entry, self._strays.get((group, lane_key), lane_key), group)
         if self.kv_blocked is request and self._without_tokens is None:
             self.kv_blocked = None
         self._forget_offer()
@@ -222,41 +222,43 @@ class LaneQueue(RequestQueue):
         # A preempted request goes first.
         deadline = self._rules.deadline(request, since) if number > 0 else -inf
         order = request if self._by_priority else (deadline, number)
-        lane = self._rules.lanes_of(request)
+        lane_key = self._rules.lane_key_of(request)
         gate_since = since
         if number < 0:  # behind a preempted head, longer waits must still count
-            gate_since = min(since, self._heaps.gate_since_behind(lane, order))
-        self._heaps.add(Place(Entry(order, request, since, request.num_tokens, gate_since), lane))
+            gate_since = min(since, self._heaps.gate_since_behind(lane_key, order))
+        self._heaps.add(
+            Place(Entry(order, request, since, request.num_tokens, gate_since), lane_key)
+        )
 
     def _set_aside(self, popped: Place) -> None:
-        entry, lane, _ = popped
+        entry, lane_key, _ = popped
         request = entry.request
         if adapter := self._rules.adapter_without_slot(request):
-            self._heaps.add(Place(entry, lane, adapter))
+            self._heaps.add(Place(entry, lane_key, adapter))
         elif request.num_preemptions:
             # Its results are in flight for a step or two.
             self._turned_away[request] = self._steps
-            self._heaps.add(Place(entry, lane))
+            self._heaps.add(Place(entry, lane_key))
         else:
-            self._heaps.add(Place(entry, lane, SET_ASIDE))
+            self._heaps.add(Place(entry, lane_key, SET_ASIDE))
 
     def _return_to_lanes(self) -> None:
         """Put requests that were set aside back into their lanes."""
         places = self._heaps.places
-        offered = Counter(places[request].lane for request in self._turned_away)
-        again: list[Request] = []
+        offered = Counter(places[request].lane_key for request in self._turned_away)
+        returning: list[Request] = []
         for request in self._heaps.set_aside:
-            lane = places[request].lane
-            if offered[lane] >= MAX_RETRIES or self._rules.awaits_grammar(request):
+            lane_key = places[request].lane_key
+            if offered[lane_key] >= MAX_RETRIES or self._rules.awaits_grammar(request):
                 continue
-            offered[lane] += 1
-            again.append(request)
-            if len(again) == MAX_RETRIES:
+            offered[lane_key] += 1
+            returning.append(request)
+            if len(returning) == MAX_RETRIES:
                 break
-        for request in again:
-            entry, lane, _ = self._heaps.pop(request)
+        for request in returning:
+            entry, lane_key, _ = self._heaps.pop(request)
             self._turned_away[request] = self._steps
-            self._heaps.add(Place(entry, lane))
+            self._heaps.add(Place(entry, lane_key))
 
     def _forget_offer(self) -> None:
         self._offer = None
@@ -273,59 +275,61 @@ class LaneQueue(RequestQueue):
         self._strays.clear()
         groups = self._heaps.open_groups()
         for group in groups:
-            for lane in tuple(self._heaps.lanes[group]):
-                self._move_strays(group, lane)
+            for lane_key in tuple(self._heaps.lanes[group]):
+                self._move_strays(group, lane_key)
         best: tuple[Gate, tuple[float, ...], Any] | None = None
         chosen = None
         for group in groups:
-            for lane, heap in self._heaps.lanes[group].items():
+            for lane_key, heap in self._heaps.lanes[group].items():
                 head = heap[0]
                 waited = self._now - head.gate_since
-                right_lane = self._strays.get((group, lane), lane) if self._strays else lane
-                gate = self._rules.gate_of(right_lane, head.request, waited)
+                right_key = (
+                    self._strays.get((group, lane_key), lane_key) if self._strays else lane_key
+                )
+                gate = self._rules.gate_of(right_key, head.request, waited)
                 if gate is Gate.CLOSED:
                     continue
-                urgency = self._rules.urgency_of(right_lane, head.request, waited)
+                urgency = self._rules.urgency_of(right_key, head.request, waited)
                 if best is None or (gate, urgency, head.order) < best:
                     best = (gate, urgency, head.order)
                     chosen = head.request
         self._heaps.drop_empty_groups(groups)
         return chosen
 
-    def _move_strays(self, group: int, lane: LaneKey) -> None:
+    def _move_strays(self, group: int, lane_key: LaneKey) -> None:
         """Move heads that belong to another lane, and note a stray that may not move."""
-        while (head := self._heaps.head(group, lane)) is not None:
-            if self._rules.has_deadlines and self._puts_back_late(head, group, lane):
+        while (head := self._heaps.head(group, lane_key)) is not None:
+            if self._rules.has_deadlines and self._put_back_if_late(head, group, lane_key):
                 continue
-            right_lane = self._rules.lanes_of(head.request)
-            if right_lane == lane:
+            right_key = self._rules.lane_key_of(head.request)
+            if right_key == lane_key:
                 return
-            if not self._may_move(head, right_lane):
-                self._strays[group, lane] = right_lane
+            if not self._may_move(head, right_key):
+                self._strays[group, lane_key] = right_key
                 return
             self._moves += 1
             self._heaps.pop(head.request)
-            self._heaps.add(Place(head, right_lane, group))
-        del self._heaps.lanes[group][lane]
+            self._heaps.add(Place(head, right_key, group))
+        del self._heaps.lanes[group][lane_key]
 
-    def _puts_back_late(self, head: Entry, group: int, lane: LaneKey) -> bool:
+    def _put_back_if_late(self, head: Entry, group: int, lane_key: LaneKey) -> bool:
         """Move a head behind requests that can still be on time, once it is late itself."""
         if self._by_priority or head.order[0] >= self._now:
             return False
-        before, number = head.order
+        due, number = head.order
         deadline = self._rules.deadline(head.request, head.since)
-        if number < 0 or deadline <= before:
+        if number < 0 or deadline <= due:
             return False
-        self._heaps.reorder_head(group, lane, (deadline, number))
+        self._heaps.reorder_head(group, lane_key, (deadline, number))
         return True
 
-    def _may_move(self, head: Entry, right_lane: LaneKey) -> bool:
+    def _may_move(self, head: Entry, right_key: LaneKey) -> bool:
         if self._moves < MAX_MOVES:
             return True
         if self._moves >= MAX_BLOCKING_MOVES or self._rules.blocks_read() >= MAX_BLOCKS_READ:
             return False
         # An open head can enter from here. A held or refused head blocks its lane.
-        if self.kv_blocked is not None and self._rules.lanes_of(self.kv_blocked) == right_lane:
+        if self.kv_blocked is not None and self._rules.lane_key_of(self.kv_blocked) == right_key:
             return True
         waited = self._now - head.gate_since
-        return self._rules.gate_of(right_lane, head.request, waited) is Gate.CLOSED
+        return self._rules.gate_of(right_key, head.request, waited) is Gate.CLOSED

@@ -39,10 +39,10 @@ class PredictionError:
         error = ratio / self.drift
         self._errors.append(error)
         insort(self._sorted, error)
-        before, self._last_ratio = self._last_ratio, ratio
+        last_ratio, self._last_ratio = self._last_ratio, ratio
         # A single stall must not raise the drift; two long steps in a row do.
         if len(self._errors) >= MIN_ERRORS:
-            ratio = min(ratio, max(before, self.drift))
+            ratio = min(ratio, max(last_ratio, self.drift))
         ratio = min(ratio, MAX_DRIFT_GROWTH * self.drift, MAX_MARGIN)
         gain = DRIFT_UP if ratio > self.drift else DRIFT_DOWN
         self.drift = max(self.drift + gain * (ratio - self.drift), 1.0)

@@ -37,9 +37,9 @@ class Hold:
     def begin_step(self, step: Step) -> None:
         self.num_departed += step.num_departed
 
-    def fits(self, name: str, kv_share: float) -> bool:
+    def fits(self, request_id: str, kv_share: float) -> bool:
         """Return whether a request of another lane than the refused one fits."""
-        return not self.slots_full and name != self.kv_blocked and kv_share < self.kv_left
+        return not self.slots_full and request_id != self.kv_blocked and kv_share < self.kv_left
 
     def end_reason(self, step: Step, waiting: int, k: int) -> HoldEnd | None:
         """Return why the hold ends in this step; None if it goes on."""

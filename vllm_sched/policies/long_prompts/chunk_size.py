@@ -59,16 +59,16 @@ class MeanLoss:
 
     def add(self, loss: float) -> None:
         self.count += 1
-        before = loss - self.mean
-        self.mean += before / self.count
-        self._squares += before * (loss - self.mean)
+        difference = loss - self.mean
+        self.mean += difference / self.count
+        self._squares += difference * (loss - self.mean)
 
     @property
     def error(self) -> float:
         """Return the 95 % limit of the mean's error; infinite for a single loss."""
-        if (free := self.count - 1) < 1:
+        if (degrees := self.count - 1) < 1:  # of freedom
             return math.inf
-        return (2 + 12 / free**2) * math.sqrt(self._squares / free / self.count)
+        return (2 + 12 / degrees**2) * math.sqrt(self._squares / degrees / self.count)
 
 
 class ChunkSize:
@@ -127,15 +127,15 @@ class ChunkSize:
         return LongStep(tokens, result.seconds, end)
 
     def _compare(self, before: LongStep, tried: LongStep, after: LongStep) -> None:
-        around, seconds = (before.tokens + after.tokens) / 2, (before.seconds + after.seconds) / 2
+        tokens, seconds = (before.tokens + after.tokens) / 2, (before.seconds + after.seconds) / 2
         gain = GAIN if self.token_s else 1.0
-        self.token_s += gain * (seconds / around - self.token_s)
-        planned = self.tokens / 2 <= around <= 2 * self.tokens
-        if not planned or around < MIN_RATIO * tried.tokens:
+        self.token_s += gain * (seconds / tokens - self.token_s)
+        planned = self.tokens / 2 <= tokens <= 2 * self.tokens
+        if not planned or tokens < MIN_RATIO * tried.tokens:
             return
         # The line through both steps: its time without tokens, and at the present size.
-        fixed_s = (tried.seconds * around - seconds * tried.tokens) / (around - tried.tokens)
-        step_s = fixed_s + (seconds - fixed_s) / around * self.tokens
+        fixed_s = (tried.seconds * tokens - seconds * tried.tokens) / (tokens - tried.tokens)
+        step_s = fixed_s + (seconds - fixed_s) / tokens * self.tokens
         if step_s > 0:
             self._comparisons_in_vain = 0
             self._loss.add(max(min(fixed_s / step_s, MAX_LOSS), MIN_LOSS))

@@ -91,13 +91,13 @@ class StepDivision:
         # With one token left, the engine tries a barred request again.
         barred = prompts.waiting_shorts.num_barred > 0 and step.free_slots > 0
         for_higher_class = min(self._tokens_of_higher_class, room)
-        most_for_shorts = room - int((room - for_higher_class) * MIN_SHARE_OF_LONGS)
+        max_for_shorts = room - int((room - for_higher_class) * MIN_SHARE_OF_LONGS)
         for_same_class = max(self._tokens_of_same_class, int(barred))
-        for_shorts = min(for_higher_class + for_same_class, most_for_shorts)
+        for_shorts = min(for_higher_class + for_same_class, max_for_shorts)
         for_longs = room - for_shorts
         if chunk is not None:
-            most = max(chunk.tokens - for_shorts, chunk.min_tokens, self._num_longs_due)
-            for_longs = min(for_longs, most)
+            max_for_longs = max(chunk.tokens - for_shorts, chunk.min_tokens, self._num_longs_due)
+            for_longs = min(for_longs, max_for_longs)
         # Tokens for all longs together.
         self.long_left = max(for_longs, min(room - for_higher_class, 1))
         has_place = prompts.free_places > prompts.num_entering

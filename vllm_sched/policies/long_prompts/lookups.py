@@ -56,12 +56,12 @@ class LongPromptLookups:
             self._by_request[head.request_id] = lookup
         return lookup.tokens_left <= self.threshold
 
-    def forget(self, name: str) -> None:
-        self._by_request.pop(name, None)
+    def forget(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
 
-    def was_long(self, name: str | None) -> bool:
+    def was_long(self, request_id: str | None) -> bool:
         """Return whether the last look-up found the prompt long."""
-        lookup = None if name is None else self._by_request.get(name)
+        lookup = None if request_id is None else self._by_request.get(request_id)
         return lookup is not None and lookup.tokens_left > self.threshold
 
     def is_long(self, request: RequestView, computed: int) -> bool:

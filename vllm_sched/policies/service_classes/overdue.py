@@ -24,32 +24,32 @@ class OverdueTurns:
 
     def check_head(self, lane: str, head: RequestView, waited: float) -> bool:
         """Note and return whether the head goes before all lanes."""
-        name, released = head.request_id, self.released.get(lane)
-        self._first_heads.pop(name, None)
+        request_id, released = head.request_id, self.released.get(lane)
+        self._first_heads.pop(request_id, None)
         if released in self._running.requests:
             return False
         # The released request was preempted and is back, or later ones precede it.
-        is_back = released is not None and (released == name or head.num_preemptions > 0)
+        is_back = released is not None and (released == request_id or head.num_preemptions > 0)
         if is_back or waited >= self._max_wait_s[lane]:
-            self._first_heads[name] = not is_back
-        return name in self._first_heads
+            self._first_heads[request_id] = not is_back
+        return request_id in self._first_heads
 
-    def goes_first(self, name: str) -> bool:
-        return name in self._first_heads
+    def goes_first(self, request_id: str) -> bool:
+        return request_id in self._first_heads
 
-    def is_next_release(self, name: str) -> bool:
+    def is_next_release(self, request_id: str) -> bool:
         """Return whether the head goes first, and was not released before."""
-        return self._first_heads.get(name, False)
+        return self._first_heads.get(request_id, False)
 
-    def record_admission(self, lane: str, name: str) -> bool:
+    def record_admission(self, lane: str, request_id: str) -> bool:
         """Note that a head went first; return whether this released it."""
-        if is_release := self._first_heads.pop(name):
-            self.released[lane] = name
+        if is_release := self._first_heads.pop(request_id):
+            self.released[lane] = request_id
             self.releases += 1
         return is_release
 
-    def record_departure(self, lane: str, name: str) -> bool:
+    def record_departure(self, lane: str, request_id: str) -> bool:
         """Return whether the request was released."""
-        if was_released := self.released.get(lane) == name:
+        if was_released := self.released.get(lane) == request_id:
             del self.released[lane]
         return was_released

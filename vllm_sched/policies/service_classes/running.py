@@ -18,16 +18,16 @@ class RunningLanes:
         self.counts = dict.fromkeys(lanes, 0)
         self.requests: dict[str, RunningRequest] = {}
 
-    def add(self, name: str, lane: str, now: float) -> None:
-        if name not in self.requests:
-            self.requests[name] = RunningRequest(lane, now)
+    def add(self, request_id: str, lane: str, now: float) -> None:
+        if request_id not in self.requests:
+            self.requests[request_id] = RunningRequest(lane, now)
             self.counts[lane] += 1
 
-    def discard(self, name: str) -> None:
-        if (request := self.requests.pop(name, None)) is not None:
+    def discard(self, request_id: str) -> None:
+        if (request := self.requests.pop(request_id, None)) is not None:
             self.counts[request.lane] -= 1
 
-    def discard_all_except(self, names: Collection[str]) -> None:
+    def discard_all_except(self, request_ids: Collection[str]) -> None:
         """Remove the requests that were preempted."""
-        for name in self.requests.keys() - names:
-            self.discard(name)
+        for request_id in self.requests.keys() - request_ids:
+            self.discard(request_id)

@@ -50,7 +50,7 @@ def make_simulated_engine(model: WorkerModel, *, traced: bool = False) -> Simula
     from vllm_sched.engine.simulated import EngineSettings, SimulatedEngine
     from vllm_sched.engine.trace import EngineTrace
 
-    settings = {each.name: getattr(model, each.name) for each in fields(EngineSettings)}
+    settings = {field.name: getattr(model, field.name) for field in fields(EngineSettings)}
     engine = SimulatedEngine(EngineSettings(**settings))
     if traced:
         engine.trace = EngineTrace()
@@ -179,7 +179,7 @@ class ExactEngine:
         while self._fetches and self._fetches[0][0] <= now:
             fetched.append(heappop(self._fetches)[1])
         if fetched or self._released:
-            events += [Event(each, now, fetched=True) for each in fetched]
+            events += [Event(request, now, fetched=True) for request in fetched]
             simulated.report_transfers(fetched, self._released, now)
         self._arrived, self._aborted, self._released = [], [], []
 

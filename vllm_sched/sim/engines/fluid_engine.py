@@ -194,21 +194,21 @@ class FluidEngine:
 
     def _begin_run(self, now: float, planned: PlannedRun, decodes: int) -> None:
         """Begin a run of at most the planned steps: decodes may end before."""
-        chunks, most = planned.chunks, planned.steps
+        chunks, max_steps = planned.chunks, planned.steps
         time, context = self.model.time, self._scheduler.context if decodes else 0
         shape = shape_of(chunks, decodes, context)
         tokens, growth = shape.prefill_tokens, time.context_s * decodes
-        if len(chunks) == 1 and most > 1:
+        if len(chunks) == 1 and max_steps > 1:
             growth += growth_of(time, tokens)
         first = time.seconds(shape)
         if tokens and first <= time.floor_s:
             growth = 0.0
         if decodes:
-            most = min(most, self._decoding[0][0] - self._decode_steps)
+            max_steps = min(max_steps, self._decoding[0][0] - self._decode_steps)
         run = self._run
         run.chunks, run.decodes, run.began = chunks, decodes, now
         run.first_s, run.growth_s = first, growth
-        run.end_after(1 if self._each_token else max(most, 1))
+        run.end_after(1 if self._each_token else max(max_steps, 1))
 
     def _end_run(self, at: float, events: list[Event]) -> None:
         run, scheduler = self._run, self._scheduler

@@ -80,10 +80,10 @@ class PrefillTime:
         self._decodes = decodes
         self._context = context
 
-    def fitting(self, done: int, least: int) -> int:
+    def fitting(self, done: int, min_tokens: int) -> int:
         """Return the tokens that fit after `done` tokens of the same prompt."""
         fitting = self._time.prefill_within(self._left_s, self._decodes, self._context, done)
-        return max(fitting, least)
+        return max(fitting, min_tokens)
 
     def cut(self, task: Task, wanted: int, *, first: bool) -> int:
         """Return how many of the tokens fit, and reduce the time left."""
@@ -403,8 +403,8 @@ class FluidScheduler:
         shape = StepShape(decodes=self.decoding, context_tokens=self.context, read_tokens=done)
         block = self.model.block_tokens
         best = best_chunk(self.model.time, shape, budget, itl_s=limits.itl_s, block_tokens=block)
-        most = min(best, left)
-        return max(most - for_shorts, most // 2)
+        max_tokens = min(best, left)
+        return max(max_tokens - for_shorts, max_tokens // 2)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
         overdue = now - self._longs[0].since >= limits.max_wait_s

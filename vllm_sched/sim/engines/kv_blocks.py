@@ -51,22 +51,22 @@ class CachedPrefixes:
         self._tokens = 0
 
     def cached_beginning(self, shared: Sequence[Piece]) -> list[Piece]:
-        found: list[Piece] = []
+        beginning: list[Piece] = []
         for name, tokens in shared:
             if not (have := self._cached.get(name, 0)):
                 break
-            found.append((name, min(have, tokens)))
+            beginning.append((name, min(have, tokens)))
             if have < tokens:
                 break
-        return found
+        return beginning
 
     def count_cached(self, shared: Sequence[Piece]) -> int:
         """Return the cached tokens of a prefix, and mark them as used."""
-        found = 0
+        cached = 0
         for name, tokens in reversed(self.cached_beginning(shared)):
             self._cached.move_to_end(name)
-            found += tokens
-        return found
+            cached += tokens
+        return cached
 
     def release(self, name: int | str) -> None:
         """Mark a piece as used when its last running request leaves."""

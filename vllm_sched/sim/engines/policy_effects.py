@@ -21,7 +21,7 @@ def declared_effects(model: WorkerModel) -> dict[str, FluidEffects]:
         max_num_batched_tokens=model.max_num_batched_tokens,
         max_num_seqs=model.max_num_seqs,
     )
-    found = {}
+    by_policy = {}
     for policy in build(model.policies, facts):
         effects = policy.fluid_effects()
         if effects is None:
@@ -29,14 +29,14 @@ def declared_effects(model: WorkerModel) -> dict[str, FluidEffects]:
                 f"policy {policy.name} of worker {model.name} declares no effects for the fluid "
                 "engine; simulate it with --engine exact, or leave it out"
             )
-        found[policy.name] = effects
-    return found
+        by_policy[policy.name] = effects
+    return by_policy
 
 
 def combined_effects(model: WorkerModel) -> FluidEffects:
     """Return the effects of all policies; of the same effect, the last policy's value holds."""
-    found: dict[str, Any] = {}
+    combined: dict[str, Any] = {}
     for effects in declared_effects(model).values():
         values = {field.name: getattr(effects, field.name) for field in fields(effects)}
-        found |= {name: value for name, value in values.items() if value}
-    return FluidEffects(**found)
+        combined |= {name: value for name, value in values.items() if value}
+    return FluidEffects(**combined)

@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router, RouterSettings
@@ -47,29 +47,25 @@ class PlacedWorker:
 
 
 class AggregateFlow(BaseSimulatedFleet):
-    """A simulated fleet that keeps only aggregate figures; see `FlowFigures` for `borne_s`."""
+    """A simulated fleet that keeps only aggregate figures, in `FlowFigures`."""
 
     def __init__(
         self,
         workers: Sequence[PlacedWorker],
         settings: RouterSettings,
         targets: Targets,
-        borne_s: Callable[[int], float] = lambda _prompt: 0.0,
+        tolerated_ttft_s: Callable[[int], float] = lambda _prompt: 0.0,
         tenants: Sequence[TenantSpec] = (),
     ) -> None:
-        fleet = Fleet()
-        for placed in workers:
-            fleet.roster.add(placed.spec)
-            fleet.health.probe_ok(placed.spec.name, 0.0)
-        router = Router(settings, fleet)
+        router = Router(settings, idle_fleet(placed.spec for placed in workers))
         router.tenants.replace(list(tenants), {})
         self._fluid = [FluidEngine(placed.model, ended=self._record_gap) for placed in workers]
         super().__init__(router, {engine.model.name: engine for engine in self._fluid}, MODEL)
-        self._figures = FlowFigures(targets, borne_s)
+        self._figures = FlowFigures(targets, tolerated_ttft_s)
         self._warm = 0
         self._began = self._newest = 0.0
-        self._most_late = inf
-        self._most_lost: Mapping[str, float] = {}
+        self._max_late = inf
+        self._max_lost: Mapping[str, float] = {}
         self._failed = False
 
     def play(
@@ -77,15 +73,15 @@ class AggregateFlow(BaseSimulatedFleet):
         requests: Iterable[Request],
         *,
         warm: int = 0,
-        most_late: float = inf,
-        most_lost: Mapping[str, float] | None = None,
+        max_late: float = inf,
+        max_lost: Mapping[str, float] | None = None,
     ) -> FlowResult:
         """Play requests, ordered by time, until all have ended or the run has failed.
 
-        It fails above `most_late` refused or late requests, or above `most_lost` requests of a
+        It fails above `max_late` refused or late requests, or above `max_lost` requests of a
         class beyond the tolerated time. The first `warm` requests are not counted.
         """
-        self._warm, self._most_late, self._most_lost = warm, most_late, most_lost or {}
+        self._warm, self._max_late, self._max_lost = warm, max_late, max_lost or {}
         self._queue.schedule(0.0, partial(self._read_gauges, self.router))
         arrivals = Arrivals(self._queue, self._arrive)
         arrivals.open(iter(requests))
@@ -130,5 +126,5 @@ class AggregateFlow(BaseSimulatedFleet):
 
     def _note_failure(self, klass: str) -> None:
         figures = self._figures
-        lost = figures.lost[klass] > self._most_lost.get(klass, inf)
-        self._failed |= lost or figures.late > self._most_late
+        lost = figures.lost[klass] > self._max_lost.get(klass, inf)
+        self._failed |= lost or figures.late > self._max_late

@@ -91,33 +91,33 @@ class BaseSimulatedFleet:
         self._handle_placement(flight, router.submit(info, now), now)
 
     def _handle_placement(
-        self, flight: RequestFlight, answer: Lease | Ticket | core.Refusal, now: float
+        self, flight: RequestFlight, placement: Lease | Ticket | core.Refusal, now: float
     ) -> None:
-        if isinstance(answer, core.Refusal):
-            flight.outcome.error = answer.message
+        if isinstance(placement, core.Refusal):
+            flight.outcome.error = placement.message
             self._end_request(
-                flight, now, pause_s=max(answer.retry_after_s or 0.0, MIN_RETRY_PAUSE_S)
+                flight, now, pause_s=max(placement.retry_after_s or 0.0, MIN_RETRY_PAUSE_S)
             )
-        elif isinstance(answer, Ticket):
-            flight.ticket = answer
-            self._queued[answer] = flight
+        elif isinstance(placement, Ticket):
+            flight.ticket = placement
+            self._queued[placement] = flight
             dispatch = partial(self._dispatch_queued, flight.router)
-            self._queue.schedule(answer.deadline, dispatch, rank=ARRIVAL_RANK)
+            self._queue.schedule(placement.deadline, dispatch, rank=ARRIVAL_RANK)
         else:
-            flight.ticket, flight.lease = None, answer
-            flight.priority = priority_of(flight.router, answer.info)
-            flight.outcome.worker = answer.decision.route
-            first = answer.prefill
+            flight.ticket, flight.lease = None, placement
+            flight.priority = priority_of(flight.router, placement.info)
+            flight.outcome.worker = placement.decision.route
+            first = placement.prefill
             if first is None:
-                self._send(flight, answer.worker.name, Leg.WHOLE, now)
+                self._send(flight, placement.worker.name, Leg.WHOLE, now)
             else:
                 self._send(flight, first.worker.name, Leg.PREFILL, now)
 
     def _dispatch_queued(self, router: Router, now: float) -> None:
         if not self._queued:
             return
-        for ticket, answer in list(router.pop_due(now)):  # a placement can free more slots
-            self._handle_placement(self._queued.pop(ticket), answer, now)
+        for ticket, placement in list(router.pop_due(now)):  # a placement can free more slots
+            self._handle_placement(self._queued.pop(ticket), placement, now)
 
     def _send(self, flight: RequestFlight, name: str, leg: Leg, now: float) -> None:
         request = flight.request
@@ -148,9 +148,9 @@ class BaseSimulatedFleet:
         at = self.engines[name].next_at()
         if at < self._planned[name]:
             self._planned[name] = at
-            self._queue.schedule(at, partial(self._step, name, at), rank=STEP_RANK)
+            self._queue.schedule(at, partial(self._advance_engine, name, at), rank=STEP_RANK)
 
-    def _step(self, name: str, planned: float, now: float) -> None:
+    def _advance_engine(self, name: str, planned: float, now: float) -> None:
         if self._planned[name] != planned:
             return  # superseded by an earlier event
         self._planned[name] = inf

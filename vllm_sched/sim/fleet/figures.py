@@ -40,12 +40,12 @@ class ClassFigures:
         return self.kept / self.arrived if self.arrived else 0.0
 
     def merge(self, other: ClassFigures) -> None:
-        for each in fields(self):
-            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+        for figure in fields(self):
+            ours, theirs = getattr(self, figure.name), getattr(other, figure.name)
             if isinstance(ours, QuantileSketch):
                 ours.merge(theirs)
             else:
-                setattr(self, each.name, ours + theirs)
+                setattr(self, figure.name, ours + theirs)
 
 
 @dataclass(slots=True)
@@ -98,18 +98,18 @@ def merge_results(runs: Sequence[FlowResult]) -> FlowResult:
 class FlowFigures:
     """The figures of one run so far.
 
-    `borne_s` returns the tolerated time to first token of a prompt length: a long prompt may exceed
-    the target but must not starve.
+    `tolerated_ttft_s` returns the time to first token that a prompt length may take: a long prompt
+    may exceed the target but must not starve.
     """
 
-    def __init__(self, targets: Targets, borne_s: Callable[[int], float]) -> None:
-        # Failed, or beyond the targets; by class, also beyond `borne_s`.
+    def __init__(self, targets: Targets, tolerated_ttft_s: Callable[[int], float]) -> None:
+        # Failed, or beyond the targets; by class, also beyond `tolerated_ttft_s`.
         self.late = 0
         self.lost = Counter[str]()
         self.classes: dict[str, ClassFigures] = {}
         self.trend = Trend()  # of the time to first token
         self._targets = targets
-        self._borne_s = borne_s
+        self._tolerated_ttft_s = tolerated_ttft_s
 
     def record_arrival(self, klass: str) -> None:
         self._of_class(klass).arrived += 1
@@ -117,7 +117,7 @@ class FlowFigures:
     def record_first_token(self, klass: str, prompt: int, ttft: float) -> None:
         if not self._targets.is_in_time(ttft, 0.0):
             self.late += 1
-            self.lost[klass] += ttft > self._borne_s(prompt)
+            self.lost[klass] += ttft > self._tolerated_ttft_s(prompt)
 
     def record_end(
         self, outcome: Outcome, klass: str, longest: float, *, handed_over: bool = False
@@ -133,11 +133,11 @@ class FlowFigures:
         ttft, latency = outcome.ttft, outcome.latency
         paced = targets.is_paced(tpot, longest)
         met = paced and targets.is_in_time(ttft, latency)
-        borne = ttft <= self._borne_s(outcome.prompt_tokens)
-        kept = met or (paced and borne)
+        tolerated = ttft <= self._tolerated_ttft_s(outcome.prompt_tokens)
+        kept = met or (paced and tolerated)
         begun_in_time = targets.is_in_time(ttft, 0.0)
         self.late += begun_in_time and not met
-        self.lost[klass] += (begun_in_time or borne) and not kept
+        self.lost[klass] += (begun_in_time or tolerated) and not kept
         figures.done += 1
         figures.met += met
         figures.kept += kept
@@ -160,7 +160,7 @@ class FlowFigures:
         return FlowResult(whole, self.classes, span_s, duration_s, gaps, growth, failed)
 
     def _of_class(self, klass: str) -> ClassFigures:
-        found = self.classes.get(klass)
-        if found is None:
-            found = self.classes[klass] = ClassFigures()
-        return found
+        figures = self.classes.get(klass)
+        if figures is None:
+            figures = self.classes[klass] = ClassFigures()
+        return figures

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from proxy.config import FleetConfig
-from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.charges import idle_fleet
 from proxy.core.router import Router
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession
@@ -55,10 +55,8 @@ def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Route
     from proxy.app import router_settings, specs
     from proxy.setup.tenancy import apply_tenants
 
-    fleet = Fleet()
+    fleet = idle_fleet(specs(config))
     for spec in specs(config):
-        fleet.roster.add(spec)
-        fleet.health.probe_ok(spec.name, now=0.0)
         fleet.roster.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
     router = Router(router_settings(config), fleet)
     apply_tenants(router.tenants, config, {})

@@ -96,7 +96,7 @@ def worker_models(
     """Return the worker models by name; `source` is the fleet file's path."""
     assumed = assumed or AssumedWorker()
     problems: list[Problem] = []
-    found: dict[str, WorkerModel] = {}
+    models: dict[str, WorkerModel] = {}
     if config.discovery is not None:
         why = "discovered workers can't be simulated; list them under workers"
         problems.append(Problem("discovery", why))
@@ -114,12 +114,12 @@ def worker_models(
             folders = (here, beside) if worker.profile is None else (beside, here)
             if (profile, folders) not in read:
                 read[profile, folders] = of_profile(profile, *folders)
-            found[worker.name] = model_of(worker, read[profile, folders], config, assumed)
+            models[worker.name] = model_of(worker, read[profile, folders], config, assumed)
         except UsageError as error:
             problems.append(Problem(path, str(error)))
     if problems:
         raise ConfigError(str(source), problems)
-    return found
+    return models
 
 
 def of_profile(profile: str, *folders: Path) -> WorkerModel:
@@ -128,13 +128,13 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
     A file is searched in `folders`, by default in the current folder.
     """
     if not profile.endswith(".json"):
-        found = find_profile(profile)
-        size = found.size
+        built_in = find_profile(profile)
+        size = built_in.size
         return WorkerModel(
             name=profile,
             profile=profile,
             gpus=size.gpus,
-            time=found.time,
+            time=built_in.time,
             max_model_len=min(size.max_model_len, size.kv_tokens()),
             kv_tokens=size.kv_tokens(),
             max_num_seqs=size.max_num_seqs,
@@ -142,10 +142,12 @@ def of_profile(profile: str, *folders: Path) -> WorkerModel:
             kv_token_bytes=size.kv_token_bytes,
             kv_pieces=size.kv_pieces,
             transfer=transfer_of(size.gpus),
-            flags=found.flags,
+            flags=built_in.flags,
         )
     places = [folder / profile for folder in folders or (Path(),)]
-    return _load_calibration(profile, next((each for each in places if each.exists()), places[-1]))
+    return _load_calibration(
+        profile, next((place for place in places if place.exists()), places[-1])
+    )
 
 
 def _load_calibration(name: str, path: Path) -> WorkerModel:
@@ -201,7 +203,7 @@ def model_of(
 ) -> WorkerModel:
     """Return a worker on a machine, with its flags."""
     launch = worker.launch or LaunchConfig()
-    flags = {each.name: each.value or "" for each in parse(launch.args)}
+    flags = {flag.name: flag.value or "" for flag in parse(launch.args)}
     _check_gpus(flags, machine)
     block = _parse_number(flags, "--block-size") or machine.block_tokens
     blocks = _parse_number(flags, "--num-gpu-blocks-override")
@@ -276,7 +278,7 @@ def _max_num_seqs(flags: Mapping[str, str], machine: WorkerModel, budget: int) -
 
 
 def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:
-    tokens = _parse_number(flags, CHUNK_LIMIT, least=0) or 0
+    tokens = _parse_number(flags, CHUNK_LIMIT, minimum=0) or 0
     if tokens > max_model_len:
         raise UsageError(
             f"{CHUNK_LIMIT} {tokens}: more than max_model_len, {max_model_len}: vLLM "
@@ -296,20 +298,20 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
 
 def _ignored_flags(flags: Mapping[str, str], of_profile: Collection[str]) -> tuple[str, ...]:
     named: dict[str, None] = {}
-    known = HARMLESS_FLAGS.union(of_profile)
+    read = HARMLESS_FLAGS.union(of_profile)
     for flag, value in flags.items():
         name = flag.partition(".")[0]  # "--object.key"
-        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & known:
+        if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & read:
             named[name] = None
     return tuple(named)
 
 
-def _parse_number(flags: Mapping[str, str], name: str, *, least: int = 1) -> int | None:
+def _parse_number(flags: Mapping[str, str], name: str, *, minimum: int = 1) -> int | None:
     value = flags.get(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and int(value) >= least):
-        why = f"give a plain whole number, {least} or more, to simulate it"
+    if not (value.isascii() and value.isdigit() and int(value) >= minimum):
+        why = f"give a plain whole number, {minimum} or more, to simulate it"
         raise UsageError(f"{name} {value}: {why}")
     return int(value)
 

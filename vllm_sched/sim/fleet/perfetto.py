@@ -48,8 +48,8 @@ def _client_events(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     tracks = 0
-    for each in sorted(outcomes, key=lambda outcome: outcome.at):
-        while busy and busy[0][0] <= each.at:
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.at):
+        while busy and busy[0][0] <= outcome.at:
             heappush(free, heappop(busy)[1])
         if free:
             track = heappop(free)
@@ -57,20 +57,20 @@ def _client_events(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:
             tracks += 1
             track = tracks
             yield _named("thread_name", CLIENTS, track, f"{track}")
-        heappush(busy, (each.end, track))
-        first = each.ticks[0] if each.ticks else each.end
+        heappush(busy, (outcome.end, track))
+        first = outcome.ticks[0] if outcome.ticks else outcome.end
         facts = {
-            "class": each.klass,
-            "tenant": each.tenant,
-            "worker": each.worker,
-            "prompt_tokens": each.prompt_tokens,
-            "output_tokens": each.completed,
-            "error": each.error,
+            "class": outcome.klass,
+            "tenant": outcome.tenant,
+            "worker": outcome.worker,
+            "prompt_tokens": outcome.prompt_tokens,
+            "output_tokens": outcome.completed,
+            "error": outcome.error,
         }
-        name = f"{each.klass} {each.prompt_tokens:,} tokens"
-        yield _slice(track, f"{name}: until the first token", each.at, first, facts)
-        if each.end > first:
-            yield _slice(track, f"{name}: output", first, each.end, facts)
+        name = f"{outcome.klass} {outcome.prompt_tokens:,} tokens"
+        yield _slice(track, f"{name}: until the first token", outcome.at, first, facts)
+        if outcome.end > first:
+            yield _slice(track, f"{name}: output", first, outcome.end, facts)
 
 
 def _make_ids_unique(

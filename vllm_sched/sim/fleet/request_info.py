@@ -36,17 +36,17 @@ def request_info_of(
     The router estimates the output length, up to the client's limit. The tenant is set if the fleet
     has it.
     """
-    prompt, most = request.prompt_tokens, request.output_tokens
+    prompt, output = request.prompt_tokens, request.output_tokens
     tenant = router.tenants.get(request.tenant)
     usual = router.sizer.learned(model, ROUTE, tenant).output
     size = prompt * BYTES_PER_TOKEN
     info = RequestInfo(
         f"sim-{number}", ROUTE, model, body_bytes=size, prompt_tokens=prompt, prompt_error=0,
-        largest_prompt=prompt, output_tokens=most, expected_output=int(min(usual, most)),
+        largest_prompt=prompt, output_tokens=output, expected_output=int(min(usual, output)),
     )  # fmt: skip
     info.stream = info.counted = True
     info.long = info.expected_tokens > router.settings.short_limit
-    if router.settings.transfer and most <= 1:
+    if router.settings.transfer and output <= 1:
         info.why_whole = "one_token"
     if tenant is not None:
         info.tenant, info.rank = tenant, tenant.spec.rank

@@ -45,12 +45,12 @@ def most_requests_per_s(
     """Return an upper bound of one worker's requests/s: full steps, fixed parts shared."""
     steps = max(output - 1, 0.0)
     context = time.context_s * (prompt + output / 2)
-    each = prefill_work(time, prompt, budget) + steps * (time.decode_s + context)
+    request_s = prefill_work(time, prompt, budget) + steps * (time.decode_s + context)
     # The output or the prompt's chunks need more steps, and determine the fixed part.
     shared = max(steps / max(sequences, 1), prompt / budget)
-    each += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)
-    each += time.least_curve_seconds(prompt + steps, shared)
-    return 1 / each if each > 0 else math.inf
+    request_s += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)
+    request_s += time.least_curve_seconds(prompt + steps, shared)
+    return 1 / request_s if request_s > 0 else math.inf
 
 
 def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]) -> float:

@@ -36,17 +36,17 @@ class DrawnRequests:
     def prompt_tokens(self, count: int) -> int:
         """Return the prompt tokens of the first `count` requests."""
         self._draw(count)
-        return sum(each.prompt_tokens for each in self._known[:count])
+        return sum(request.prompt_tokens for request in self._known[:count])
 
     def requests_at(self, moments: Sequence[float]) -> list[Request]:
         self._draw(len(moments))
         class_of = self._class_of
         return [
             Request(
-                at, class_of(each.prompt_tokens), each.prompt_tokens, each.output_tokens,
-                each.tenant, each.shared,
+                at, class_of(request.prompt_tokens), request.prompt_tokens, request.output_tokens,
+                request.tenant, request.shared,
             )
-            for at, each in zip(moments, self._known, strict=False)
+            for at, request in zip(moments, self._known, strict=False)
         ]  # fmt: skip
 
     def _draw(self, count: int) -> None:
@@ -79,16 +79,16 @@ class CapacitySearch:
         shape: FleetShape,
         start: float,
         *,
-        least: float = 0.0,
-        most: float = math.inf,
+        min_rate: float = 0.0,
+        max_rate: float = math.inf,
         draws: int | None = None,
     ) -> CapacityVerdict | None:
-        """Return the highest rate, searched from `start`; None if below `least`.
+        """Return the highest rate, searched from `start`; None if below `min_rate`.
 
         `draws`: only by this many draws, the last to fail.
         """
-        bottom, top = _rate_step(max(least, MIN_RATE)), _rate_step(min(most, MAX_RATE))
-        while rate_at(top) > most:
+        bottom, top = _rate_step(max(min_rate, MIN_RATE)), _rate_step(min(max_rate, MAX_RATE))
+        while rate_at(top) > max_rate:
             top -= 1
         if top < bottom:
             return None
@@ -143,14 +143,14 @@ class CapacitySearch:
                 return None
             self._margins[draw] = _margin(run)
             runs.append(run)
-        whole = merge_results(runs)
+        merged = merge_results(runs)
         # A few draws have too few long prompts for the stricter check.
-        enough = draws is not None or self._enough(whole)
-        return CapacityVerdict(rate_at(rung), runs, whole) if enough else None
+        enough = draws is not None or self._enough(merged)
+        return CapacityVerdict(rate_at(rung), runs, merged) if enough else None
 
 
 def _margin(run: FlowResult) -> float:
-    return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
+    return min(run.all.share, *(figures.kept_share for figures in run.classes.values()), 1.0)
 
 
 def _rate_step(rate: float) -> int:

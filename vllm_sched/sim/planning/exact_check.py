@@ -32,7 +32,7 @@ def rank_exactly(
     search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
     """Return the fleets that serve their rates, or lower ones, with vLLM's own schedulers."""
-    again: list[ServedRate] = []
+    exact_ranking: list[ServedRate] = []
     for served in search.progress.each(ranking):
         search.progress.note(f"exactly: {served.shape}")
         rate = served.rate
@@ -45,17 +45,18 @@ def rank_exactly(
         proof = ExactProof(rate, run.all.share, longest_kept(run), run.all.arrived)
         played[str(served.shape)] = proof
         if search.trials.is_good_enough(run, brief=True):
-            again.append(ServedRate(served.shape, rate, run))
-    if not again:
+            exact_ranking.append(ServedRate(served.shape, rate, run))
+    if not exact_ranking:
         lowest = ", ".join(
-            f"{each.rate:.3g} ({each.share:.0%}, {each.longest:.0%})" for each in played.values()
+            f"{proof.rate:.3g} ({proof.share:.0%}, {proof.longest:.0%})"
+            for proof in played.values()
         )
         raise UsageError(
             f"--exact: with vLLM's own schedulers none of the best fleets has "
             f"{search.question.share:.0%} of all and of the longest requests in time, at {lowest} "
             "requests/s; give looser targets, or leave --exact out"
         )
-    return rank_fleets(again)
+    return rank_fleets(exact_ranking)
 
 
 def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowResult:
@@ -66,7 +67,7 @@ def play_exactly(search: FleetSearch, shape: FleetShape, rate: float) -> FlowRes
 
     question = search.question
     config = FleetConfig(**shape.to_fleet("model", *question.machines))
-    models = {each.model.name: each.model for each in shape.place_workers(*question.machines)}
+    models = {worker.model.name: worker.model for worker in shape.place_workers(*question.machines)}
     fleet = SimulatedFleet(config, models, ExactEngine)
     count = min(max(round(rate * EXACT_DURATION_S), EXACT_REQUESTS), MAX_EXACT_REQUESTS)
 
@@ -82,16 +83,16 @@ def count_outcomes(
     search: FleetSearch, outcomes: Sequence[Outcome], duration_s: float
 ) -> FlowResult:
     trials, gaps = search.trials, QuantileSketch()
-    figures = FlowFigures(search.question.targets, trials.borne_s)
-    span = max((each.at for each in outcomes), default=0.0)
-    for each in outcomes:
-        klass, itls = trials.class_of(each.prompt_tokens), each.itls
+    figures = FlowFigures(search.question.targets, trials.tolerated_ttft_s)
+    span = max((outcome.at for outcome in outcomes), default=0.0)
+    for outcome in outcomes:
+        klass, itls = trials.class_of(outcome.prompt_tokens), outcome.itls
         figures.record_arrival(klass)
-        figures.record_end(each, klass, max(itls, default=0.0))
-        if not each.good:
+        figures.record_end(outcome, klass, max(itls, default=0.0))
+        if not outcome.good:
             continue
         for gap in itls:
             gaps.add(gap)
-        if each.at >= WARM_SHARE * span:
-            figures.trend.add(each.at, each.ttft)
+        if outcome.at >= WARM_SHARE * span:
+            figures.trend.add(outcome.at, outcome.ttft)
     return figures.result(span, duration_s, gaps)

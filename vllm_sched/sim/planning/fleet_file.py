@@ -30,14 +30,14 @@ MODEL_NAMES: Final = {
 }
 
 
-def fleet_of(found: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
+def fleet_of(plan: FleetPlan, model: str, folder: Path) -> dict[str, Any]:
     """Return the content of the best fleet's file, which will be in `folder`."""
-    machine, prefill = found.question.machines
+    machine, prefill = plan.question.machines
     model = model or _checkpoint(machine.profile)
     machine = replace(machine, profile=_relative_profile(folder, machine.profile))
     if prefill is not None:
         prefill = replace(prefill, profile=_relative_profile(folder, prefill.profile))
-    return found.best.shape.to_fleet(model, machine, prefill)
+    return plan.best.shape.to_fleet(model, machine, prefill)
 
 
 def launch_lines(fleet: Mapping[str, Any]) -> list[str]:
@@ -80,29 +80,29 @@ def _relative_profile(folder: Path, profile: str) -> str:
     return os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
 
 
-def _unfinished(found: FleetPlan) -> list[str]:
-    if found.stopped_at is None:
+def _unfinished(plan: FleetPlan) -> list[str]:
+    if plan.stopped_at is None:
         return []
     return [
-        f"# The search was interrupted at {found.stopped_at:.0%}: the best that it had judged.",
+        f"# The search was interrupted at {plan.stopped_at:.0%}: the best that it had judged.",
         "#",
     ]
 
 
-def write(found: FleetPlan, path: Path, *, model: str, command: str, traffic: str) -> None:
+def write(plan: FleetPlan, path: Path, *, model: str, command: str, traffic: str) -> None:
     targets = " ".join(
         f"{name}:{value:g}"
-        for name, value in found.question.targets.as_ms().items()
+        for name, value in plan.question.targets.as_ms().items()
         if value is not None
     )
     file = shlex.quote(str(path))
-    fleet = fleet_of(found, model, path.parent)
+    fleet = fleet_of(plan, model, path.parent)
     head = [
-        f"# {found.best.shape}",
+        f"# {plan.best.shape}",
         "#",
-        *_unfinished(found),
-        f"# Planned for {found.question.source.name} within {targets}: serves about "
-        f"{found.best.rate:.3g} requests/s. By",
+        *_unfinished(plan),
+        f"# Planned for {plan.question.source.name} within {targets}: serves about "
+        f"{plan.best.rate:.3g} requests/s. By",
         f"#     {command}",
         "#",
         f"#     vllm-sched check {file}",

@@ -60,8 +60,8 @@ class FleetShape:
         return {role: count for role, count in counts.items() if count}
 
     def with_more(self, role: Role, change: int) -> FleetShape:
-        given: dict[str, Any] = {role.value: self.pools[role] + change}
-        return replace(self, **given)
+        counts: dict[str, Any] = {role.value: self.pools[role] + change}
+        return replace(self, **counts)
 
     def __str__(self) -> str:
         text = " + ".join(f"{count} {role.value}" for role, count in self.pools.items())
@@ -74,13 +74,13 @@ class FleetShape:
 
     def policies_of(self, role: Role | None) -> dict[str, dict[str, Any]]:
         """Return the policies of a role's workers, or of all roles for None."""
-        found: dict[str, dict[str, Any]] = {}
+        policies: dict[str, dict[str, Any]] = {}
         roles = tuple(self.pools) if role is None else (role,)
-        if self.policy in (LONG_PROMPT, BOTH) and any(each in LONG_PROMPT_ROLES for each in roles):
-            found["long_prompt"] = {}
-        if self.policy in (CHUNKS, BOTH) and any(each in MIXED_STEP_ROLES for each in roles):
-            found["chunk_budget"] = {"itl_ms": self.itl_ms}
-        return found
+        if self.policy in (LONG_PROMPT, BOTH) and any(role in LONG_PROMPT_ROLES for role in roles):
+            policies["long_prompt"] = {}
+        if self.policy in (CHUNKS, BOTH) and any(role in MIXED_STEP_ROLES for role in roles):
+            policies["chunk_budget"] = {"itl_ms": self.itl_ms}
+        return policies
 
     def context_of(self, role: Role, whole: int) -> int:
         if role is not Role.SHORT:
@@ -91,7 +91,7 @@ class FleetShape:
         self, machine: WorkerModel, prefill_machine: WorkerModel | None = None
     ) -> list[PlacedWorker]:
         """Return the workers; `prefill_machine` is for prefill workers, if it differs."""
-        found: list[PlacedWorker] = []
+        workers: list[PlacedWorker] = []
         for role, count in self.pools.items():
             model = prefill_machine or machine if role is Role.PREFILL else machine
             model = replace(
@@ -100,15 +100,15 @@ class FleetShape:
                 policies=self.policies_of(role),
                 transfers=role in (Role.PREFILL, Role.DECODE),
             )
-            found += [
+            workers += [
                 PlacedWorker(replace(model, name=f"{role.value}-{index}"), role)
                 for index in range(count)
             ]
-        return found
+        return workers
 
     def gpus(self, machine: WorkerModel, prefill_machine: WorkerModel | None = None) -> int:
-        each = (prefill_machine or machine).gpus
-        return self.prefill * each + (self.workers - self.prefill) * machine.gpus
+        prefill_gpus = (prefill_machine or machine).gpus
+        return self.prefill * prefill_gpus + (self.workers - self.prefill) * machine.gpus
 
     def settings(self) -> RouterSettings:
         return RouterSettings(
@@ -122,12 +122,12 @@ class FleetShape:
     ) -> dict[str, Any]:
         workers = [
             {
-                "name": each.model.name,
-                "role": each.role.value,
-                "profile": each.model.profile,
-                "launch": _launch(each.model),
+                "name": worker.model.name,
+                "role": worker.role.value,
+                "profile": worker.model.profile,
+                "launch": _launch(worker.model),
             }
-            for each in self.place_workers(machine, prefill_machine)
+            for worker in self.place_workers(machine, prefill_machine)
         ]
         routing: dict[str, Any] = {"policy": "adaptive", "short_limit": self.short_limit}
         if self.prefill and self.disaggregate_above is not None:
@@ -144,7 +144,7 @@ def _launch(model: WorkerModel) -> dict[str, Any]:
         f"--max-num-batched-tokens={model.max_num_batched_tokens}",
         f"--max-num-seqs={model.max_num_seqs}",
     ]
-    policies = {name: dict(given) for name, given in model.policies.items()}
+    policies = {name: dict(settings) for name, settings in model.policies.items()}
     return {"args": args, **({"policies": policies} if policies else {})}
 
 
@@ -166,9 +166,9 @@ def shapes(family: str, gpus: int, seen: TrafficHints, itl_ms: int) -> Iterator[
         if workers:
             yield FleetShape(general=workers, itl_ms=itl_ms)
     elif family == PREFILL_DECODE:
-        most = (gpus - seen.gpus) // seen.prefill_gpus  # leaves a decode worker
-        if most > 0:
-            for prefills in _near(seen.prefill_share * gpus / seen.prefill_gpus, most + 1):
+        max_prefills = (gpus - seen.gpus) // seen.prefill_gpus  # leaves a decode worker
+        if max_prefills > 0:
+            for prefills in _near(seen.prefill_share * gpus / seen.prefill_gpus, max_prefills + 1):
                 decodes = (gpus - prefills * seen.prefill_gpus) // seen.gpus
                 yield FleetShape(prefill=prefills, decode=decodes, itl_ms=itl_ms)
     elif workers < 2:
@@ -182,7 +182,7 @@ def shapes(family: str, gpus: int, seen: TrafficHints, itl_ms: int) -> Iterator[
     else:
         # Only two counts per pool: this family has many shapes and is rarely the best.
         for limit, share in seen.boundaries.items():
-            for rest in [each for each in _near(share * workers, workers) if each > 1][:2]:
+            for rest in [count for count in _near(share * workers, workers) if count > 1][:2]:
                 for prefills in _near(seen.prefill_share * rest, rest)[:2]:
                     yield FleetShape(
                         short=workers - rest, prefill=prefills, decode=rest - prefills,

@@ -53,31 +53,33 @@ def compare_machines(
     `coarse` gets the best machine's result for a pair, and 0 before. It may raise a `UsageError`
     for a machine that can't serve the traffic.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     with progress.part(0.0, 0.5):
-        for each in progress.each(machines):
-            progress.note(each.profile)
-            found.append(_compare(replace(question, machine=each), coarse, 0.0))
-    if PREFILL_DECODE not in question.families or not (best := best_of(found)):
-        return found
+        for machine in progress.each(machines):
+            progress.note(machine.profile)
+            candidates.append(_compare(replace(question, machine=machine), coarse, 0.0))
+    if PREFILL_DECODE not in question.families or not (best := best_of(candidates)):
+        return candidates
     wanted = precision(best[0].question.machine)
-    able = [each.question.machine for each in found if not each.why]
-    able = [each for each in able if precision(each) == wanted]
-    pairs = [(one, other) for one in able for other in able if one.gpus != other.gpus]
+    able = [candidate.question.machine for candidate in candidates if not candidate.why]
+    able = [machine for machine in able if precision(machine) == wanted]
+    pairs = [
+        (prefill, decode) for prefill in able for decode in able if prefill.gpus != decode.gpus
+    ]
     with progress.part(0.5, 1.0):
         for prefill, decode in progress.each(pairs):
             pair = replace(
                 question, machine=decode, prefill_machine=prefill, families=(PREFILL_DECODE,)
             )
             progress.note(pair.profiles)
-            found.append(_compare(pair, coarse, best[0].result))
-    return found
+            candidates.append(_compare(pair, coarse, best[0].result))
+    return candidates
 
 
 def _compare(
-    question: PlanQuestion, coarse: Callable[[FleetSearch, float], float], known: float
+    question: PlanQuestion, coarse: Callable[[FleetSearch, float], float], best_rate: float
 ) -> Candidate:
-    families = tuple(each for each in question.families if each in COARSE_FAMILIES)
+    families = tuple(family for family in question.families if family in COARSE_FAMILIES)
     rough = replace(
         question,
         effort=question.effort * QUICK_EFFORT,
@@ -88,7 +90,7 @@ def _compare(
     try:
         search = FleetSearch(rough)
         search.check()
-        return Candidate(question, coarse(search, known))
+        return Candidate(question, coarse(search, best_rate))
     except UsageError as error:
         return Candidate(question, why=str(error))
 
@@ -96,15 +98,15 @@ def _compare(
 def rate_on(gpus: int) -> Callable[[FleetSearch, float], float]:
     """Return a function for the coarse rate on a number of GPUs, if it is close to a known one."""
 
-    def rate(search: FleetSearch, known: float) -> float:
+    def rate(search: FleetSearch, best_rate: float) -> float:
         rough = [
             served.rate
             for family in search.question.families
-            for served in search.rough_rates(family, gpus, CLOSE * known)
+            for served in search.rough_rates(family, gpus, CLOSE * best_rate)
         ]
         if not rough:
-            least = f"less than {CLOSE * known:.3g} requests/s" if known else "no rate"
-            raise UsageError(f"it serves {least} in time")
+            limit = f"less than {CLOSE * best_rate:.3g} requests/s" if best_rate else "no rate"
+            raise UsageError(f"it serves {limit} in time")
         return max(rough)
 
     return rate
@@ -112,14 +114,24 @@ def rate_on(gpus: int) -> Callable[[FleetSearch, float], float]:
 
 def highest(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates to plan in full, by rate."""
-    ordered = sorted((each for each in candidates if not each.why), key=lambda each: -each.result)
-    return [each for each in ordered if each.result >= CLOSE * ordered[0].result][:MAX_PLANNED]
+    ordered = sorted(
+        (candidate for candidate in candidates if not candidate.why),
+        key=lambda candidate: -candidate.result,
+    )
+    return [candidate for candidate in ordered if candidate.result >= CLOSE * ordered[0].result][
+        :MAX_PLANNED
+    ]
 
 
 def fewest(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates to plan in full, by the number of GPUs."""
-    ordered = sorted((each for each in candidates if not each.why), key=lambda each: each.result)
-    return [each for each in ordered if CLOSE * each.result <= ordered[0].result][:MAX_PLANNED]
+    ordered = sorted(
+        (candidate for candidate in candidates if not candidate.why),
+        key=lambda candidate: candidate.result,
+    )
+    return [candidate for candidate in ordered if CLOSE * candidate.result <= ordered[0].result][
+        :MAX_PLANNED
+    ]
 
 
 def precision(machine: WorkerModel) -> tuple[int, int, bool]:
@@ -137,12 +149,12 @@ def fewest_gpus(search: FleetSearch, start: float = 0, *, rate: float) -> int:
             f"--request-rate {rate:g}: one simulation would have {count:,} requests, at most "
             f"{MAX_REQUESTS:,} are possible; give a lower rate, and deploy that fleet several times"
         )
-    unit = min(each.gpus for each in search.question.machines if each)
-    bound = max(math.ceil(rate / search.trials.traffic.most_each), 1)
-    most = math.ceil(rate / (search.trials.worker_rate * IDLE_LOAD)) + bound
+    unit = min(machine.gpus for machine in search.question.machines if machine)
+    bound = max(math.ceil(rate / search.trials.traffic.max_worker_rate), 1)
+    max_workers = math.ceil(rate / (search.trials.worker_rate * IDLE_LOAD)) + bound
     too_few, enough = bound - 1, max(bound, int(start) // unit)
     while search.serving(enough * unit, rate) is None:
-        if enough > most:
+        if enough > max_workers:
             raise UsageError(
                 f"--request-rate {rate:g}: {enough * unit:,} GPUs of {search.question.profiles} "
                 "do not serve it; give looser targets"

@@ -54,8 +54,8 @@ class FleetPlan:
     smaller: list[ServedRate]  # fleets of the same kind, much smaller
     candidates: list[Candidate]  # the machines that were compared, if several were named
     capacity: Capacity
-    prompt: float
-    output: float
+    prompt: float  # mean tokens
+    output: float  # mean tokens
     runs: int
     requests: int  # per draw
     exact: dict[str, ExactProof]  # by shape
@@ -70,8 +70,8 @@ class FleetPlan:
     @property
     def frontier(self) -> list[tuple[int, ServedRate]]:
         """Fleets of several sizes with their numbers of GPUs, the smallest first."""
-        found = [*self.smaller, self.fewer, self.best, self.more]
-        sized = [(self.gpus_of(each), each) for each in found if each is not None]
+        fleets = [*self.smaller, self.fewer, self.best, self.more]
+        sized = [(self.gpus_of(served), served) for served in fleets if served is not None]
         return sorted(sized, key=lambda pair: pair[0])
 
     @property
@@ -87,7 +87,7 @@ def machines_of(
     profiles: Sequence[str], bandwidth: float | None = None, mixed_s: float | None = None
 ) -> list[WorkerModel]:
     """Return the machines of profiles; `model=M,system=S` names one for each tp and dtype."""
-    names = dict.fromkeys(name for each in profiles for name in named_by(each))
+    names = dict.fromkeys(name for profile in profiles for name in named_by(profile))
     return [with_assumed(of_profile(name), bandwidth, mixed_s) for name in names]
 
 
@@ -111,7 +111,7 @@ class _MachinePlan:
     def best_by_fluid(self) -> ServedRate:
         """The best fleet, with its rate by fluid engines."""
         best = self.ranking[0]
-        rate = next(each.rate for each in self.fluid_ranking if each.shape == best.shape)
+        rate = next(served.rate for served in self.fluid_ranking if served.shape == best.shape)
         return replace(best, rate=rate)
 
     def find_best(self, gpus: int, floor: float = 0.0) -> None:
@@ -181,9 +181,9 @@ def plan(
     stopped_at: float | None = None
     try:
         with progress.part(begin, SEARCH_DONE):
-            for each in progress.each(chosen):
+            for candidate in progress.each(chosen):
                 floor = max((e.best_by_fluid.rate for e in plans if e.fluid_ranking), default=0.0)
-                plans.append(_MachinePlan(FleetSearch(each.question, progress)))
+                plans.append(_MachinePlan(FleetSearch(candidate.question, progress)))
                 plans[-1].find_best(gpus, floor)
             best = _best_of(plans)
             while sized and best.best_by_fluid.rate < rate:
@@ -197,15 +197,15 @@ def plan(
         with progress.part(1.0, 1.0):
             progress.note("done")
     except KeyboardInterrupt:
-        if not any(each.fluid_ranking for each in plans):
+        if not any(machine_plan.fluid_ranking for machine_plan in plans):
             raise
         stopped_at = progress.done
     return replace(_plan_of(_best_of(plans), gpus, candidates, stopped_at), by_gpus=sized)
 
 
 def _best_of(plans: Sequence[_MachinePlan]) -> _MachinePlan:
-    found = (each for each in plans if each.fluid_ranking)
-    return max(found, key=lambda each: each.best_by_fluid.rate)
+    successful = (plan for plan in plans if plan.fluid_ranking)
+    return max(successful, key=lambda plan: plan.best_by_fluid.rate)
 
 
 def _plan_of(
@@ -215,27 +215,27 @@ def _plan_of(
     # These rates are from fluid engines: scale them like the best fleet's rate.
     scale = machine_plan.ranking[0].rate / best.rate
     more, fewer, *smaller = (
-        each and replace(each, rate=each.rate * scale)
-        for each in (machine_plan.more, machine_plan.fewer, *machine_plan.smaller)
+        served and replace(served, rate=served.rate * scale)
+        for served in (machine_plan.more, machine_plan.fewer, *machine_plan.smaller)
     )
     traffic = search.trials.traffic
     capacity = Capacity.from_model(search.question.machine, traffic.prompt, traffic.output)
     return FleetPlan(
         search.question,
         gpus,
-        machine_plan.ranking,
-        more,
-        fewer,
-        [each for each in smaller if each is not None],
-        candidates,
-        replace(capacity, requests_per_s=traffic.most_each),
-        traffic.prompt,
-        traffic.output,
-        search.runs,
-        search.trials.count(best.rate, fine=True),
-        machine_plan.proofs,
-        bool(machine_plan.exact_ranking),
-        stopped_at,
+        ranking=machine_plan.ranking,
+        more=more,
+        fewer=fewer,
+        smaller=[served for served in smaller if served is not None],
+        candidates=candidates,
+        capacity=replace(capacity, requests_per_s=traffic.max_worker_rate),
+        prompt=traffic.prompt,
+        output=traffic.output,
+        runs=search.runs,
+        requests=search.trials.count(best.rate, fine=True),
+        exact=machine_plan.proofs,
+        is_exact=bool(machine_plan.exact_ranking),
+        stopped_at=stopped_at,
     )
 
 
@@ -260,7 +260,9 @@ def _choose(
     candidates = compare_machines(question, machines, coarse, best_of, progress)
     chosen = best_of(candidates)
     if not chosen:
-        reasons = "\n".join(f"  {each.question.profiles}: {each.why}" for each in candidates)
+        reasons = "\n".join(
+            f"  {candidate.question.profiles}: {candidate.why}" for candidate in candidates
+        )
         raise UsageError(f"no machine can serve this traffic:\n{reasons}")
     return candidates, chosen
 
@@ -269,39 +271,39 @@ def _smallest(
     chosen: Sequence[Candidate], rate: float, progress: PlanProgress
 ) -> tuple[list[Candidate], int]:
     """Return the machine that needs the fewest GPUs for a rate, and their number."""
-    found: list[tuple[int, Candidate]] = []
-    for each in progress.each(chosen):
-        search = FleetSearch(each.question, progress)
+    sized: list[tuple[int, Candidate]] = []
+    for candidate in progress.each(chosen):
+        search = FleetSearch(candidate.question, progress)
         progress.note("an idle worker")
         search.check()
-        found.append((fewest_gpus(search, each.result, rate=rate), each))
-    gpus, best = min(found, key=lambda pair: pair[0])
+        sized.append((fewest_gpus(search, candidate.result, rate=rate), candidate))
+    gpus, best = min(sized, key=lambda pair: pair[0])
     return [best], gpus
 
 
 def _fitting_machines(machines: Sequence[WorkerModel], gpus: int) -> list[WorkerModel]:
-    found = [each for each in machines if each.gpus <= gpus]
-    if not found:
-        least = min(each.gpus for each in machines)
-        names = ", ".join(each.profile for each in machines)
+    fitting = [machine for machine in machines if machine.gpus <= gpus]
+    if not fitting:
+        min_gpus = min(machine.gpus for machine in machines)
+        names = ", ".join(machine.profile for machine in machines)
         raise UsageError(
-            f"--gpus {gpus}: a worker of {names} takes {least}; give {least} or more, or another "
-            "--profile"
+            f"--gpus {gpus}: a worker of {names} takes {min_gpus}; give {min_gpus} or more, or "
+            "another --profile"
         )
-    return found
+    return fitting
 
 
 def _check_size(search: FleetSearch, gpus: int) -> None:
     """Refuse a fleet that is too large to simulate, before the search starts."""
-    each = search.question.machine.gpus
-    largest = gpus // each + 1  # the plan includes one more worker
-    most = largest * search.trials.traffic.most_each
-    if math.isinf(most) or (count := search.trials.count(most, fine=True)) <= MAX_REQUESTS:
+    worker_gpus = search.question.machine.gpus
+    largest = gpus // worker_gpus + 1  # the plan includes one more worker
+    max_rate = largest * search.trials.traffic.max_worker_rate
+    if math.isinf(max_rate) or (count := search.trials.count(max_rate, fine=True)) <= MAX_REQUESTS:
         return
-    fits = (largest * MAX_REQUESTS // count - 1) * each
+    fits = (largest * MAX_REQUESTS // count - 1) * worker_gpus
     remedy = (
         f"plan for {fits:,} at most, and deploy that fleet several times"
-        if fits >= each
+        if fits >= worker_gpus
         else "give a shorter --goodput ttft"
     )
     raise UsageError(

@@ -9,6 +9,7 @@ one run. Other draws judge the finalists (`capacity_search`). Among equal rates 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -65,7 +66,7 @@ class FleetSearch:
         self.question = question
         self.progress = progress or PlanProgress()
         self.trials = FleetTrials(question, self.progress.note)
-        self._roughly: dict[int, float] = {}  # best rough rate, by number of GPUs
+        self._best_rough_rates: defaultdict[int, float] = defaultdict(float)  # by number of GPUs
         self._judged: list[ServedRate] = []
 
     @cached_property
@@ -83,29 +84,29 @@ class FleetSearch:
         return run if self.trials.is_good_enough(run, strict=False) else None
 
     def rough_rate(
-        self, shape: FleetShape, start: float, *, least: float = 0.0, step: float = WIDE_STEP
+        self, shape: FleetShape, start: float, *, min_rate: float = 0.0, step: float = WIDE_STEP
     ) -> ServedRate | None:
-        """Return the rough rate by one draw, up to the compute bound; None if below `least`.
+        """Return the rough rate by one draw, up to the compute bound; None if below `min_rate`.
 
         `step` is the ratio of rates until one is too high.
         """
-        most = self._rate_bound(shape)
-        if least > most:
+        max_rate = self._rate_bound(shape)
+        if min_rate > max_rate:
             return None
         best: FlowResult | None = None
         low, high = 0.0, math.inf
-        rate = min(max(start, least), most)
+        rate = min(max(start, min_rate), max_rate)
         for _ in range(MAX_ROUGH_RUNS):
             if (run := self.trials.serves(shape, rate)) is not None:
                 best, low = run, rate
-                if high < math.inf or rate >= most:
+                if high < math.inf or rate >= max_rate:
                     break
-                rate = min(step * rate, most)
+                rate = min(step * rate, max_rate)
             else:
                 high = rate
-                if rate <= least or low:
+                if rate <= min_rate or low:
                     break
-                rate = max(rate / step, least)
+                rate = max(rate / step, min_rate)
         if best is None:
             return None
         while high / low > MAX_ROUGH_RATIO and high < math.inf:
@@ -118,15 +119,17 @@ class FleetSearch:
 
     def judge(
         self, shape: FleetShape, start: float, *,
-        least: float = 0.0, most: float = math.inf, draws: int | None = None,
+        min_rate: float = 0.0, max_rate: float = math.inf, draws: int | None = None,
     ) -> ServedRate | None:  # fmt: skip
-        """Return the rate by the hardest `draws`, or by all; None if below `least`."""
-        most = min(most, self._rate_bound(shape))
-        if least > most:
+        """Return the rate by the hardest `draws`, or by all; None if below `min_rate`."""
+        max_rate = min(max_rate, self._rate_bound(shape))
+        if min_rate > max_rate:
             return None
         # If an idle worker misses the targets, so does every lower rate.
-        least = max(least, min(self.trials.worker_rate, start) * IDLE_LOAD)
-        verdict = self._judge.highest(shape, start, least=least, most=most, draws=draws)
+        min_rate = max(min_rate, min(self.trials.worker_rate, start) * IDLE_LOAD)
+        verdict = self._judge.highest(
+            shape, start, min_rate=min_rate, max_rate=max_rate, draws=draws
+        )
         if verdict is None:
             return None
         shares = tuple(run.all.share for run in verdict.runs)
@@ -139,7 +142,7 @@ class FleetSearch:
         return shape.gpus(*self.question.machines)
 
     def _rate_bound(self, shape: FleetShape) -> float:
-        return shape.workers * self.trials.traffic.most_each
+        return shape.workers * self.trials.traffic.max_worker_rate
 
     # All fleets
 
@@ -149,13 +152,6 @@ class FleetSearch:
     def traffic_seen(self) -> TrafficHints:
         return _hints(self.question, self.trials.traffic)
 
-    def rank_family(self, family: str, gpus: int) -> list[ServedRate]:
-        """Return the judged fleets of a family, best first."""
-        with self.progress.part(0.0, 0.5):
-            rough = self.rough_rates(family, gpus)
-        with self.progress.part(0.5, 1.0):
-            return self._judge_family(rough)
-
     def rough_rates(self, family: str, gpus: int, floor: float = 0.0) -> list[ServedRate]:
         """Return the rough rates of a family's fleets above `floor`.
 
@@ -163,48 +159,48 @@ class FleetSearch:
         """
         *others, last = self.question.policies
         tried = shapes(family, gpus, self.traffic_seen(), self._itl_ms())
-        splits = [replace(each, policy=last) for each in tried]
+        splits = [replace(shape, policy=last) for shape in tried]
         # This family has many shapes and is rarely the best: drop it early.
         if family == SHORT_APART:
-            floor = max(floor, self._roughly.get(gpus, 0.0))
+            floor = max(floor, self._best_rough_rates[gpus])
         with self.progress.part(0.0, 0.5):
-            found = self._keep_best(splits, floor)
-        best = [each.shape for each in sorted(found, key=lambda each: -each.rate)[:MAX_FINALISTS]]
+            rough = self._keep_best(splits, floor)
+        best = [served.shape for served in _by_rate(rough)[:MAX_FINALISTS]]
         if not best and not floor:
             best = splits  # none serves anything with that policy
-        again = [replace(shape, policy=policy) for policy in others for shape in best]
+        with_others = [replace(shape, policy=policy) for policy in others for shape in best]
         with self.progress.part(0.5, 1.0):
-            return found + self._keep_best(again, _best_rate(found) or floor)
+            return rough + self._keep_best(with_others, _best_rate(rough) or floor)
 
     def _keep_best(
         self, tried: list[FleetShape], floor: float = 0.0, *, likely: float = 0.0
     ) -> list[ServedRate]:
         """Return rough rates, without those of fleets below `floor` or the best of them."""
-        found: list[ServedRate] = []
+        rough: list[ServedRate] = []
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
-            least = max(_best_rate(found), floor) * (1 - EQUAL_RATE_SHARE)
-            known = least or likely
-            start = known or self.trials.worker_rate * shape.workers * 0.5
-            step = MAX_ROUGH_RATIO if known else WIDE_STEP
-            if (served := self.rough_rate(shape, start, least=least, step=step)) is not None:
-                found.append(served)
+            min_rate = max(_best_rate(rough), floor) * (1 - EQUAL_RATE_SHARE)
+            rate_hint = min_rate or likely
+            start = rate_hint or self.trials.worker_rate * shape.workers * 0.5
+            step = MAX_ROUGH_RATIO if rate_hint else WIDE_STEP
+            if (served := self.rough_rate(shape, start, min_rate=min_rate, step=step)) is not None:
+                rough.append(served)
                 gpus = self._gpus(shape)
-                self._roughly[gpus] = max(self._roughly.get(gpus, 0.0), served.rate)
-        return found
+                self._best_rough_rates[gpus] = max(self._best_rough_rates[gpus], served.rate)
+        return rough
 
     def _judge_finalists(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
         """Judge the finalist that serves the hardest draw best; others if they may exceed it."""
         finalists = _finalists(rough)
-        left = [each.shape for each in finalists]
+        remaining = [finalist.shape for finalist in finalists]
         start, judged = floor or finalists[0].rate / MAX_ROUGH_RATIO, list[ServedRate]()
-        while (chosen := self._best_by_hardest(left, start, floor)) is not None:
-            left.remove(chosen.shape)
-            again = self.judge(chosen.shape, chosen.rate, least=floor)
-            if again is not None:
-                judged.append(again)
-                start = floor = again.rate * (1 + EQUAL_RATE_SHARE)
-                if again.rate >= chosen.rate:
+        while (chosen := self._best_by_hardest(remaining, start, floor)) is not None:
+            remaining.remove(chosen.shape)
+            by_all = self.judge(chosen.shape, chosen.rate, min_rate=floor)
+            if by_all is not None:
+                judged.append(by_all)
+                start = floor = by_all.rate * (1 + EQUAL_RATE_SHARE)
+                if by_all.rate >= chosen.rate:
                     break
         return rank_fleets(judged)
 
@@ -216,21 +212,21 @@ class FleetSearch:
         Each next fleet must exceed the best by `EQUAL_RATE_SHARE`, or be simpler and equal to it.
         """
         best: ServedRate | None = None
-        least = floor
+        min_rate = floor
         for shape in self.progress.each(tried):
             self.progress.note(str(shape))
             if best is not None:
                 simpler = _simplicity(shape) < _simplicity(best.shape)
                 margin = -EQUAL_RATE_SHARE if simpler else EQUAL_RATE_SHARE
-                least = max(best.rate * (1 + margin), floor)
-                start = best.rate if simpler else least
-            best = self.judge(shape, start, least=least, draws=1) or best
+                min_rate = max(best.rate * (1 + margin), floor)
+                start = best.rate if simpler else min_rate
+            best = self.judge(shape, start, min_rate=min_rate, draws=1) or best
         return best
 
     def _judge_family(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
-        found = self._judge_finalists(rough, floor)
+        judged = self._judge_finalists(rough, floor)
         return rank_fleets(
-            [*found, *(each for best in found[:1] for each in self._thresholds(best))]
+            [*judged, *(threshold for best in judged[:1] for threshold in self._thresholds(best))]
         )
 
     def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
@@ -239,8 +235,8 @@ class FleetSearch:
         half = self.trials.traffic.prompts[len(self.trials.traffic.prompts) // 2]
         for above in sorted({1, half}):
             shape = replace(served.shape, disaggregate_above=above)
-            least = served.rate * (1 + EQUAL_RATE_SHARE)
-            if (better := self.judge(shape, least, least=least)) is not None:
+            min_rate = served.rate * (1 + EQUAL_RATE_SHARE)
+            if (better := self.judge(shape, min_rate, min_rate=min_rate)) is not None:
                 yield better
 
     def _itl_ms(self) -> int:
@@ -256,28 +252,32 @@ class FleetSearch:
         families = self.question.families
         with self.progress.part(0.0, 0.5):
             rough = [self.rough_rates(family, gpus) for family in self.progress.each(families)]
-        promising = sorted(filter(None, rough), key=lambda found: -_best_rate(found))
+        promising = sorted(filter(None, rough), key=lambda rates: -_best_rate(rates))
         judged: list[ServedRate] = []
         behind: list[list[ServedRate]] = []
         with self.progress.part(0.5, 0.9):
-            for found in self.progress.each(promising):
-                near = max(_best_rate(judged) * (1 - EQUAL_RATE_SHARE), floor)
-                may_reach = _best_rate(found) * MAX_ROUGH_RATIO >= near
-                reached = self._judge_family(found, near)[:1] if may_reach else []
+            for rates in self.progress.each(promising):
+                min_rate = max(_best_rate(judged) * (1 - EQUAL_RATE_SHARE), floor)
+                may_reach = _best_rate(rates) * MAX_ROUGH_RATIO >= min_rate
+                reached = self._judge_family(rates, min_rate)[:1] if may_reach else []
                 judged += reached
                 if not reached:
-                    behind.append(found)
-        far: list[ServedRate] = []
+                    behind.append(rates)
+        behind_judged: list[ServedRate] = []
         if judged:
             with self.progress.part(0.9, 1.0):
-                for found in self.progress.each(behind):
-                    far += self._judge_quickly(found, _best_rate(judged) * (1 - EQUAL_RATE_SHARE))
-        return rank_fleets(judged) + rank_fleets(far)
+                for rates in self.progress.each(behind):
+                    behind_judged += self._judge_quickly(
+                        rates, _best_rate(judged) * (1 - EQUAL_RATE_SHARE)
+                    )
+        return rank_fleets(judged) + rank_fleets(behind_judged)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
         best: dict[str, ServedRate] = {}
-        for each in rank_fleets([each for each in self._judged if self._gpus(each.shape) <= gpus]):
-            best.setdefault(each.shape.family, each)
+        for served in rank_fleets(
+            [served for served in self._judged if self._gpus(served.shape) <= gpus]
+        ):
+            best.setdefault(served.shape.family, served)
         return list(best.values())
 
     def with_one_fewer(self, served: ServedRate) -> ServedRate | None:
@@ -285,8 +285,8 @@ class FleetSearch:
 
     def with_one_more(self, served: ServedRate) -> ServedRate | None:
         """Return the rate of the same kind of fleet with one worker more; None if not higher."""
-        found = self._of_next_size(served, 1, served.rate)
-        return found if found and found.rate > served.rate else None
+        larger = self._of_next_size(served, 1, served.rate)
+        return larger if larger and larger.rate > served.rate else None
 
     def _of_next_size(self, served: ServedRate, change: int, floor: float) -> ServedRate | None:
         """Choose the similar fleet that serves the hardest draw best, and judge it."""
@@ -295,17 +295,17 @@ class FleetSearch:
             similar = self._similar_fleets(served.shape, change)
             best = self._best_by_hardest(similar, start, floor or start * IDLE_LOAD)
         with self.progress.part(0.5, 1.0):
-            return best and self.judge(best.shape, best.rate, least=floor, draws=FEW_DRAWS)
+            return best and self.judge(best.shape, best.rate, min_rate=floor, draws=FEW_DRAWS)
 
     def at_size(self, served: ServedRate, change: int) -> ServedRate | None:
         """Return the rate of the same kind of fleet with `change` more workers, by fewer runs."""
         quick, likely = self._quick, served.likely_with(change)
         similar = self._similar_fleets(served.shape, change)
         # Small fleets may need another policy.
-        similar += [replace(each, policy=self.question.policies[-1]) for each in similar]
+        similar += [replace(shape, policy=self.question.policies[-1]) for shape in similar]
         with self.progress.part(0.0, 0.5):
             rough = quick._keep_best(list(dict.fromkeys(similar)), likely=likely)
-        best = max(rough, key=lambda each: each.rate, default=None)
+        best = max(rough, key=lambda served: served.rate, default=None)
         with self.progress.part(0.5, 1.0):
             return best and quick.judge(best.shape, likely)
 
@@ -317,11 +317,11 @@ class FleetSearch:
         quick = replace(question, effort=question.effort * QUICK_EFFORT, draws=draws)
         return FleetSearch(quick, self.progress)
 
-    def _judge_quickly(self, rough: list[ServedRate], most: float) -> list[ServedRate]:
-        """Judge the fleet with the highest rough rate, up to `most`."""
-        best = max(rough, key=lambda each: each.rate)
-        found = self._quick.judge(best.shape, best.rate, most=most)
-        return [found] if found else []
+    def _judge_quickly(self, rough: list[ServedRate], max_rate: float) -> list[ServedRate]:
+        """Judge the fleet with the highest rough rate, up to `max_rate`."""
+        best = max(rough, key=lambda served: served.rate)
+        judged = self._quick.judge(best.shape, best.rate, max_rate=max_rate)
+        return [judged] if judged else []
 
     def serving(self, gpus: int, rate: float) -> ServedRate | None:
         """Return a fleet that serves a rate, with the last policy; None if no split does."""
@@ -332,7 +332,7 @@ class FleetSearch:
                 self.progress.note(f"{gpus} GPUs: {shape}")
                 if rate > self._rate_bound(shape) or self.trials.serves(shape, rate) is None:
                     continue
-                if (served := self.judge(shape, rate, least=rate)) is not None:
+                if (served := self.judge(shape, rate, min_rate=rate)) is not None:
                     return served
         return None
 
@@ -350,22 +350,23 @@ class FleetSearch:
         if limit in seen.boundaries:
             seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
         others = [
-            replace(each, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
-            for each in shapes(shape.family, gpus, seen, shape.itl_ms)
+            replace(close_shape, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
+            for close_shape in shapes(shape.family, gpus, seen, shape.itl_ms)
         ]
-        found = others or nearest
-        if found or self.question.prefill_machine is not None:
-            return found
+        similar = others or nearest
+        if similar or self.question.prefill_machine is not None:
+            return similar
         # Several pools need several workers.
         policy = self.question.policies[-1]
         pools = shapes(ONE_POOL, gpus, seen, shape.itl_ms)
-        return [replace(each, policy=policy) for each in pools]
+        return [replace(pool, policy=policy) for pool in pools]
 
 
 def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
     machine, prompt_machine = question.machine, question.prompt_machine
     time, prompt_time = (
-        each.time.linear_near(32, each.max_num_batched_tokens) for each in (machine, prompt_machine)
+        worker.time.linear_near(32, worker.max_num_batched_tokens)
+        for worker in (machine, prompt_machine)
     )
     largest = traffic.totals[-1]
     boundaries: dict[int, float] = {}
@@ -383,40 +384,44 @@ def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
         * steps
         * (time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32)
     )
-    whole = prefill + decode
+    total = prefill + decode
     return TrafficHints(
         boundaries=boundaries,
-        prefill_share=prefill / whole if whole else 0.5,
+        prefill_share=prefill / total if total else 0.5,
         gpus=machine.gpus,
         prefill_gpus=prompt_machine.gpus,
     )
 
 
-def rank_fleets(found: list[ServedRate]) -> list[ServedRate]:
+def rank_fleets(fleets: list[ServedRate]) -> list[ServedRate]:
     """Return the fleets, best first; among equal rates the simplest first."""
-    left, best_first = list(found), list[ServedRate]()
-    while left:
-        most = max(each.rate for each in left)
-        equal = [each for each in left if each.rate >= most * (1 - EQUAL_RATE_SHARE)]
-        first = min(equal, key=lambda each: (*_simplicity(each.shape), -each.rate))
-        left.remove(first)
+    remaining, best_first = list(fleets), list[ServedRate]()
+    while remaining:
+        max_rate = max(served.rate for served in remaining)
+        equal = [served for served in remaining if served.rate >= max_rate * (1 - EQUAL_RATE_SHARE)]
+        first = min(equal, key=lambda served: (*_simplicity(served.shape), -served.rate))
+        remaining.remove(first)
         best_first.append(first)
     return best_first
 
 
-def _best_rate(found: list[ServedRate]) -> float:
-    return max((each.rate for each in found), default=0.0)
+def _best_rate(fleets: list[ServedRate]) -> float:
+    return max((served.rate for served in fleets), default=0.0)
 
 
-def _finalists(found: list[ServedRate]) -> list[ServedRate]:
+def _by_rate(fleets: list[ServedRate]) -> list[ServedRate]:
+    return sorted(fleets, key=lambda served: -served.rate)
+
+
+def _finalists(fleets: list[ServedRate]) -> list[ServedRate]:
     """Return the highest rough rates, and the best of each policy within their error."""
-    by_rate = sorted(found, key=lambda each: -each.rate)
+    by_rate = _by_rate(fleets)
     chosen = by_rate[:MAX_FINALISTS]
-    policies = {each.shape.policy for each in chosen}
-    for each in by_rate[MAX_FINALISTS:]:
-        if each.shape.policy not in policies and each.rate * MAX_ROUGH_RATIO >= by_rate[0].rate:
-            policies.add(each.shape.policy)
-            chosen.append(each)
+    policies = {served.shape.policy for served in chosen}
+    for served in by_rate[MAX_FINALISTS:]:
+        if served.shape.policy not in policies and served.rate * MAX_ROUGH_RATIO >= by_rate[0].rate:
+            policies.add(served.shape.policy)
+            chosen.append(served)
     return chosen
 
 

@@ -38,19 +38,19 @@ class TrafficStats:
     output: float  # mean
     prompts: tuple[int, ...]  # sorted
     totals: tuple[int, ...]  # prompt + output, sorted
-    most_each: float  # requests/s that one worker can compute with a perfect cache
+    max_worker_rate: float  # requests/s that one worker can compute with a perfect cache
 
     @classmethod
     def from_sample(cls, sample: Sequence[Request], *machines: WorkerModel) -> TrafficStats:
-        totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
+        totals = sorted(request.prompt_tokens + request.output_tokens for request in sample)
         cached = any(machine.prefix_caching for machine in machines)
         cache = CachedPrefixes(UNLIMITED_TOKENS if cached else 0)
-        sizes = [_sizes(each, cache) for each in sample]
+        sizes = [_sizes(request, cache) for request in sample]
         seconds = min(least_seconds(machine, sizes) for machine in machines)
         return cls(
-            sum(each.prompt_tokens for each in sample) / len(sample),
-            sum(each.output_tokens for each in sample) / len(sample),
-            tuple(sorted(each.prompt_tokens for each in sample)),
+            sum(request.prompt_tokens for request in sample) / len(sample),
+            sum(request.output_tokens for request in sample) / len(sample),
+            tuple(sorted(request.prompt_tokens for request in sample)),
             tuple(totals),
             len(sample) / seconds if seconds > 0 else math.inf,
         )
@@ -69,6 +69,7 @@ def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
 
 # Least requests of a run, and its length in TTFT targets: shorter runs hide a growing queue.
 MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
+MIN_REQUESTS: Final = 50  # with a small effort
 COARSE_TTFTS, FINE_TTFTS = 20.0, 25.0
 MIN_TTFT_S: Final = 3.0
 # Most requests of a run, unless it would be shorter than this number of TTFT targets.
@@ -91,8 +92,10 @@ class FleetTrials:
         self.question = question
         source, machine = question.source, question.machine
         prompt_machine = question.prompt_machine
-        some = max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
-        sample = list(islice(question.shapes(), some))
+        count = (
+            max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
+        )
+        sample = list(islice(question.shapes(), count))
         self.traffic = traffic = TrafficStats.from_sample(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.
@@ -100,29 +103,30 @@ class FleetTrials:
             machine, traffic.prompt, traffic.output
         ).requests_per_s
         self._note = note
-        self._short_to = _short_to(traffic.prompts)
+        self._long_above = _long_above(traffic.prompts)
         self._drawn: dict[int, DrawnRequests] = {}
 
         @lru_cache(maxsize=65_536)
-        def borne_s(prompt: int) -> float:
+        def tolerated_ttft_s(prompt: int) -> float:
             alone = capacity_bound.prefill_seconds(
                 prompt_machine.time, prompt, prompt_machine.max_num_batched_tokens
             )
             return TOLERATED_TTFT_RATIO * alone
 
-        self.borne_s = borne_s
+        self.tolerated_ttft_s = tolerated_ttft_s
 
     def count(self, rate: float, *, fine: bool) -> int:
         question = self.question
         target = max(question.targets.ttft or 0.0, MIN_TTFT_S)
-        lasts = (FINE_TTFTS if fine else COARSE_TTFTS) * target
-        least, most = (
+        duration_s = (FINE_TTFTS if fine else COARSE_TTFTS) * target
+        min_count, max_count = (
             (MIN_FINE_REQUESTS, MAX_FINE_REQUESTS)
             if fine
             else (MIN_COARSE_REQUESTS, MAX_COARSE_REQUESTS)
         )
-        most = max(most, math.ceil(rate * MIN_TTFTS * target))
-        return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
+        max_count = max(max_count, math.ceil(rate * MIN_TTFTS * target))
+        requests = min(max(rate * duration_s, min_count), max_count) * question.effort
+        return max(round(requests), MIN_REQUESTS)
 
     def judging_draws(self) -> list[int]:
         """Return the draws that judge fleets, by falling work; draw 0 is for the rough search."""
@@ -142,14 +146,16 @@ class FleetTrials:
         warm = int(WARM_SHARE * total)
         if whole:
             return flow.play(requests, warm=warm)
-        longs = sum(each.klass == LONG for each in requests[warm:])
-        most_late = (1 - question.share) * (total - warm) + 1
-        most_lost = (1 - self._least_kept(longs)) * longs + 1
-        return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
+        longs = sum(request.klass == LONG for request in requests[warm:])
+        max_late = (1 - question.share) * (total - warm) + 1
+        max_lost = (1 - self._least_kept(longs)) * longs + 1
+        return flow.play(requests, warm=warm, max_late=max_late, max_lost={LONG: max_lost})
 
     def _flow(self, shape: FleetShape) -> AggregateFlow:
         workers = shape.place_workers(*self.question.machines)
-        return AggregateFlow(workers, shape.settings(), self.question.targets, self.borne_s)
+        return AggregateFlow(
+            workers, shape.settings(), self.question.targets, self.tolerated_ttft_s
+        )
 
     def _requests(self, draw: int) -> DrawnRequests:
         if draw not in self._drawn:
@@ -157,7 +163,7 @@ class FleetTrials:
         return self._drawn[draw]
 
     def class_of(self, prompt: int) -> str:
-        return LONG if prompt > self._short_to else REST
+        return LONG if prompt > self._long_above else REST
 
     def is_good_enough(self, run: FlowResult, *, strict: bool = True, brief: bool = False) -> bool:
         """Return True if enough requests are in time, also of the longest, and no queue grows.
@@ -168,8 +174,8 @@ class FleetTrials:
         if run.failed or run.growth > (MAX_BRIEF_GROWTH if brief else MAX_GROWTH):
             return False
         share, longs = self.question.share, run.classes.get(LONG)
-        least = share if strict else self._least_kept(longs.arrived if longs else 0)
-        return run.all.share >= share and longest_kept(run) >= least
+        of_longest = share if strict else self._least_kept(longs.arrived if longs else 0)
+        return run.all.share >= share and longest_kept(run) >= of_longest
 
     def _least_kept(self, longs: int) -> float:
         share = self.question.share
@@ -181,7 +187,7 @@ class FleetTrials:
 
     def play_idle(self) -> FlowResult:
         """Play a draw on an idle worker, at even gaps: bursts are a matter of fleet size."""
-        rate = min(self.worker_rate, self.traffic.most_each) * IDLE_LOAD
+        rate = min(self.worker_rate, self.traffic.max_worker_rate) * IDLE_LOAD
         total = self.count(rate, fine=True)
         requests = self._requests(1).requests_at([at / rate for at in range(1, total + 1)])
         self.runs += 1
@@ -190,7 +196,7 @@ class FleetTrials:
         return self._flow(shape).play(requests)
 
 
-def _short_to(prompts: Sequence[int]) -> int:
+def _long_above(prompts: Sequence[int]) -> int:
     """Return the length above which a prompt is among the longest tenth.
 
     If more than a tenth have the greatest length, all of these are; with one length, none is.
@@ -209,13 +215,12 @@ def longest_kept(run: FlowResult) -> float:
 def check_feasible(trials: FleetTrials) -> None:
     """Raise a `UsageError` if no fleet of any size can meet the targets."""
     question, traffic = trials.question, trials.traffic
-    holds = question.machine.max_model_len
-    at = bisect_left(traffic.totals, holds + 1)
-    fits = at / len(traffic.totals)
-    if fits < question.share:
+    limit = question.machine.max_model_len
+    fitting = bisect_left(traffic.totals, limit + 1) / len(traffic.totals)
+    if fitting < question.share:
         raise UsageError(
-            f"{question.source.name}: {1 - fits:.0%} of the requests are longer than the "
-            f"{holds:,} tokens that a worker of {question.profiles} holds; use a "
+            f"{question.source.name}: {1 - fitting:.0%} of the requests are longer than the "
+            f"{limit:,} tokens that a worker of {question.profiles} holds; use a "
             "larger machine or a --scale below 1"
         )
     run = trials.play_idle()

@@ -34,7 +34,7 @@ def worker(fleet: Fleet) -> Worker:
 
 
 def test_cached_prompt_tokens_are_not_charged_as_prefill(fleet: Fleet, worker: Worker) -> None:
-    worker.pace.missing = 0.0
+    worker.pace.evicted_share = 0.0
     charge(fleet, make_info(1000), cached=900)
     assert (worker.prefill_tokens, worker.kv_tokens) == (100, 1050)
 
@@ -165,7 +165,7 @@ def test_first_token_restarts_the_time_of_the_remaining_prefills(
 
 
 def test_short_waits_behind_longs_by_the_passing_share(fleet: Fleet, worker: Worker) -> None:
-    worker.pace.token_s, worker.pace.passing = 1e-3, 0.1
+    worker.pace.token_s, worker.pace.long_share = 1e-3, 0.1
     charge(fleet, make_info(9000, long=True))
     charge(fleet, make_info(1000))
     assert worker.wait_s(0.0, for_long=True) == pytest.approx(10.0)

@@ -86,7 +86,7 @@ def test_prefill_worker_without_kv_blocks_is_barred() -> None:
         links.record_failure(prefill, None, 1.0)
     assert links.is_barred(prefill, None, 1.0)
     assert "name no KV blocks to fetch" in links.describe(prefill, 1.0)
-    take_down(fleet, "p0", now=2.0)
+    take_down(fleet, "p0")
     for _ in range(2):
         fleet.health.probe_ok("p0", 3.0)
     assert not links.is_barred(prefill, None, 4.0)  # it may have been restarted correctly

@@ -49,7 +49,7 @@ def set_page(
 def make_router(**settings: object) -> Router:
     """Return a router for one worker with a cache of known size."""
     router = router_of(spec("a"), **settings)
-    set_page(router, 0.0).pace.missing = 0.0
+    set_page(router, 0.0).pace.evicted_share = 0.0
     return router
 
 
@@ -84,7 +84,7 @@ def test_request_waits_only_for_room_beyond_the_shared_prefix() -> None:
 
 def test_worker_without_prefix_cache_is_charged_in_full() -> None:
     router = make_router()
-    worker_of(router, "a").pace.missing = 1.0
+    worker_of(router, "a").pace.evicted_share = 1.0
     answers = [agent(router, 0.0) for _ in range(40)]
     assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
 
@@ -162,7 +162,7 @@ def test_decode_leg_shares_prefixes_from_its_first_token() -> None:
     for name in "pab":
         fleet.health.set_gauges(name, Gauges(0.0, kv_capacity_tokens=CACHE))
     first, second, third = members(fleet)
-    first.pace.missing = second.pace.missing = 0.0
+    first.pace.evicted_share = second.pace.evicted_share = 0.0
     leases = [handed(fleet, 0.0) for _ in range(3)]
     assert first.kv_tokens < 2 * PROMPT
     assert second.kv_tokens == second.kv_coming == 3 * (PROMPT + OUTPUT)
@@ -200,7 +200,7 @@ def test_page_sets_spare_tokens_and_sharing(
     [worker] = members(fleet_of(spec("a")))
     worker.kv_capacity, worker.kv_tokens, worker.sequences = 1000, 600, sequences
     worker.decode_tokens, worker.kv_coming = 50, 30
-    worker.pace.missing, worker.kv_unshared, worker.running_prefixes.saved = 0.25, 0.1, 1000
+    worker.pace.evicted_share, worker.kv_unshared, worker.running_prefixes.saved = 0.25, 0.1, 1000
     learn_from_page(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
     assert (worker.kv_overcharged, worker.kv_uncharged) == (spare, more)
     assert worker.kv_unshared == pytest.approx(apart)

@@ -40,7 +40,7 @@ from tests.proxy.core.making import (
 def test_worker_goes_down_and_up_after_several_probes() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
-    assert [fleet.health.probe_failed("a", 0.0) for _ in range(4)] == [False, False, True, False]
+    assert [fleet.health.probe_failed("a") for _ in range(4)] == [False, False, True, False]
     assert not worker.up
     assert [fleet.health.probe_ok("a", 0.0) for _ in range(3)] == [False, True, False]
     assert worker.up
@@ -49,7 +49,7 @@ def test_worker_goes_down_and_up_after_several_probes() -> None:
 def test_events_of_unknown_workers_are_ignored() -> None:
     fleet = Fleet()
     assert not fleet.health.probe_ok("gone", 0.0)
-    assert not fleet.health.probe_failed("gone", 0.0)
+    assert not fleet.health.probe_failed("gone")
     assert not fleet.roster.drain("gone")
     assert fleet.roster.remove("gone") is None
     fleet.roster.set_served("gone", ["m"])
@@ -95,7 +95,7 @@ def test_model_list_wait_is_ten_minutes_per_worker() -> None:
     setup.fleet.health.probe_ok("a", setup.now)
     setup.fleet.roster.set_served("a", [MODEL])
     assert not setup.all_listed_after(MAX_MODEL_LIST_WAIT_S - 1, "adapter")
-    setup.fleet.health.probe_failed("dead", setup.now)
+    setup.fleet.health.probe_failed("dead")
     setup.fleet.roster.add(spec("late"))
     setup.fleet.roster.add(spec("p", Role.PREFILL))  # no request waits for it
     assert not setup.all_listed_after(1, "adapter")
@@ -221,7 +221,7 @@ def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauge
 def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]
-    worker.pace.token_s, worker.pace.passing = 0.001, 0.5
+    worker.pace.token_s, worker.pace.long_share = 0.001, 0.5
     lease = fleet.charge(make_info(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
     own = worker.wait_s(0.0, for_long=True)
     fleet.health.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))

@@ -45,8 +45,8 @@ def test_passing_share_is_learnt_from_waits_behind_longs() -> None:
             pace.learn_first_token(PrefillWork(200), 0.02 + 200 * 1e-4, now=float(i))
             seconds = 0.02 + 200 * 1e-4 + waited * 30_000 * 1e-4
             pace.learn_first_token(PrefillWork(200, 30_000), seconds, now=float(i))
-    assert fair.passing == pytest.approx(0.1, abs=0.1)
-    assert strict.passing == pytest.approx(1.0, abs=0.1)
+    assert fair.long_share == pytest.approx(0.1, abs=0.1)
+    assert strict.long_share == pytest.approx(1.0, abs=0.1)
 
 
 seconds = st.floats(0, 1e6)
@@ -61,6 +61,6 @@ def test_parameters_stay_positive_and_finite(seen: list[tuple[float, float, floa
         pace.learn_first_token(work, took, 0.0)
         pace.learn_steps(own, took, 0.0)
         pace.learn_total(work, 1, 10, took, 0.0)
-    for part in (pace.fixed_s, pace.token_s, pace.base_s, pace.each_s, pace.passing):
+    for part in (pace.fixed_s, pace.token_s, pace.base_s, pace.sequence_s, pace.long_share):
         assert 0 < part < 1e15
-    assert pace.passing <= 1
+    assert pace.long_share <= 1

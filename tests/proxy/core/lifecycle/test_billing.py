@@ -149,7 +149,7 @@ def test_unfinished_whole_answer_charges_tokens_written(
 ) -> None:
     router, owner = router_of(spec("w", limit=1000)), tenant(tokens_per_minute=10_000)
     pace = worker_of(router, "w").pace
-    pace.base_s, pace.each_s = 0.02, 0.0
+    pace.base_s, pace.sequence_s = 0.02, 0.0
     request = info_of(owner, 100, output, samples=samples, stream=False)
     lease = placed(router.submit(request, 0.0))
     router.leases.finish(lease, pace.first_token_s(100) + after_s, outcome)
@@ -178,7 +178,7 @@ def charged(
     """
     router, owner = router_of(spec("w", limit=2000)), tenant()
     pace = worker_of(router, "w").pace
-    pace.base_s, pace.each_s = 0.02, 0.0
+    pace.base_s, pace.sequence_s = 0.02, 0.0
     request = info_of(owner, 100, output, samples=samples)
     request.route = path
     lease = placed(router.submit(request, 0.0))
@@ -236,7 +236,7 @@ def test_time_in_which_a_worker_hangs_is_not_charged(
 ) -> None:
     router, owner = router_of(spec("w")), tenant()
     pace = worker_of(router, "w").pace
-    pace.base_s, pace.each_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
+    pace.base_s, pace.sequence_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
     lease = placed(router.submit(info_of(owner, 100, 5000, stream=stream), 0.0))
     if stream:
         router.leases.record_first_token(lease, 0.5)

@@ -35,8 +35,8 @@ def make_router(names: Iterable[str] = "ab", most: int | None = 1, **settings: o
     router = router_of(*(spec(name, most=most) for name in names), **settings)
     for worker in router.fleet.roster:
         pace = worker.pace
-        pace.prefills, pace.token_s, pace.fixed_s, pace.missing = 100, TOKEN_S, 0.0, 0.0
-        pace.base_s, pace.each_s = STEP_S, 0.0
+        pace.prefills, pace.token_s, pace.fixed_s, pace.evicted_share = 100, TOKEN_S, 0.0, 0.0
+        pace.base_s, pace.sequence_s = STEP_S, 0.0
     return router
 
 
@@ -165,7 +165,7 @@ def fail(router: Router, name: str) -> None:
     [
         lambda router, name: router.fleet.roster.remove(name),
         lambda router, name: router.fleet.roster.drain(name),
-        lambda router, name: making.take_down(router.fleet, name, now=11.2),
+        lambda router, name: making.take_down(router.fleet, name),
         fail,
     ],
     ids=["leaves", "drains", "is down", "fails"],
@@ -236,7 +236,7 @@ def test_target_that_only_the_full_worker_can_meet_is_not_refused() -> None:
     """A wait for the slot costs all requests more, but another worker prefills too late."""
     router = make_router(admission=AdmissionSettings(ttft_s={Rank.STANDARD: 2 * SAVED_S}))
     name = serve_first_turn(router)
-    worker_of(router, name).pace.each_s = 0.06
+    worker_of(router, name).pace.sequence_s = 0.06
     occupy(router, name, output=225)  # for 18 s
     other = "b" if name == "a" else "a"
     worker_of(router, other).respecify(spec(other, most=2))
@@ -316,7 +316,7 @@ def test_turn_that_no_other_worker_serves_in_time_makes_others_leave_a_full_queu
     scene = Scene("abc", queue_requests=1)
     ticket = scene.wait()
     urgent = waits(scene.router.submit(turn(output=1, deadline=14.0), 11.0))
-    assert (ticket.removed, present(urgent.cache_wait).only) == (True, True)
+    assert (ticket.removed, present(urgent.cache_wait).others_late) == (True, True)
     assert scene.settled(11.1).worker.name != scene.full
     answer = refused(scene.router.submit(pinned_to(scene.full), 11.1))
     assert (answer.reason, urgent.removed) == (Reason.QUEUE_FULL, False)

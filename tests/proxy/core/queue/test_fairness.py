@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue import fairness
-from proxy.core.queue.dispatch import Answer
+from proxy.core.queue.dispatch import FinalPlacement
 from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
@@ -60,7 +60,7 @@ class QueueBench:
         """Dispatch requests and charge them as the router does."""
         left = slots
 
-        def place(ticket: Ticket, _: float) -> Answer | None:
+        def place(ticket: Ticket, _: float) -> FinalPlacement | None:
             nonlocal left
             info = ticket.info
             if not left:
@@ -187,7 +187,7 @@ def test_blocked_long_lets_shorts_of_lower_classes_pass() -> None:
     bench.push(info_of(first, long=True))
     short = bench.push(info_of(second))
 
-    def place(ticket: Ticket, _: float) -> Answer | None:
+    def place(ticket: Ticket, _: float) -> FinalPlacement | None:
         return None if ticket.info.long else PLACED
 
     assert [ticket for ticket, _ in bench.queue.dispatch(place, 0.0)] == [short]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model.types import Reason, Refusal
-from proxy.core.queue.dispatch import Answer
+from proxy.core.queue.dispatch import FinalPlacement
 from proxy.core.queue.queue import Queue
 from proxy.core.queue.ticket import Ticket
 from proxy.core.tenants.tenants import Tenant, TenantSpec
@@ -25,7 +25,7 @@ def make_queue(capacity: int = 10, max_bytes: int = 10_000, wait_s: float = 30.0
 def leave(queue: Queue, *tickets: Ticket) -> list[Ticket]:
     """Dispatch these tickets and return them in order."""
 
-    def place(ticket: Ticket, _: float) -> Answer | None:
+    def place(ticket: Ticket, _: float) -> FinalPlacement | None:
         return END if ticket in tickets else None
 
     return [ticket for ticket, _ in queue.dispatch(place)]

@@ -34,7 +34,7 @@ def make_router(*names: str, most: int = 1, **settings: object) -> Router:
     router = router_of(*(spec(name, most=most) for name in names or ("w",)), **settings)
     for worker in router.fleet.roster:
         pace = worker.pace
-        pace.prefills, pace.token_s, pace.fixed_s, pace.missing = 100, TOKEN_S, 0.0, 0.0
+        pace.prefills, pace.token_s, pace.fixed_s, pace.evicted_share = 100, TOKEN_S, 0.0, 0.0
     return router
 
 
@@ -108,7 +108,7 @@ def test_deadline_is_judged_by_workers_that_may_take_the_request() -> None:
     router = router_of(short, slow, spec("fast", most=1))
     for worker, token_s in zip(router.fleet.roster, (1e-2, 1e-3, TOKEN_S), strict=True):
         pace = worker.pace
-        pace.prefills, pace.token_s, pace.fixed_s, pace.missing = 100, token_s, 0.0, 0.0
+        pace.prefills, pace.token_s, pace.fixed_s, pace.evicted_share = 100, token_s, 0.0, 0.0
     for _ in range(3):
         placed(router.submit(make_info(10), 0.0))
     ticket = waits(router.submit(fresh(20_000, deadline=10.0), 0.0))
@@ -180,7 +180,7 @@ def test_deadline_chooses_a_worker_that_can_meet_it() -> None:
         router = make_router("w", "fast", most=8)
         fast = worker_of(router, "fast")
         # What its decodes lose makes it dearer.
-        fast.pace.token_s, fast.pace.each_s, fast.num_decoding = TOKEN_S / 4, 100.0, 5
+        fast.pace.token_s, fast.pace.sequence_s, fast.num_decoding = TOKEN_S / 4, 100.0, 5
         for worker in router.fleet.roster:
             worker.reprice()
         assert placed(router.submit(fresh(deadline=deadline), 0.0)).worker.name == chosen

@@ -145,7 +145,7 @@ def test_known_names_do_not_change_the_result(
     after = edit_members(body, wanted)
     assert edit_members(body, wanted, names) == after
     found = [member for member in members(body, JsonMask(body)) if member.name.decode() in wanted]
-    assert edit_members(body, wanted, found=found) == after
+    assert edit_members(body, wanted, known_members=found) == after
 
 
 LONG = 'please tell me more\n "stream" ' * 1000

@@ -280,7 +280,7 @@ def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPat
             module, "masked", lambda text: masked_sizes.append(len(text)) or masked(text)
         )
     found = sized(router_of(spec("w")), body, owner=tenant("t"))
-    after = edit_members(body, present(found.fields), found=found.found_members)
+    after = edit_members(body, present(found.fields), known_members=found.found_members)
     assert sum(size >= len(escaped) for size in masked_sizes) == 1
     assert json.loads(after) == {
         **{name: value for name, value in json.loads(body).items() if name != "priority"},

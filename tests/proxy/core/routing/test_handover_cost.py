@@ -403,13 +403,13 @@ def test_cached_tokens_of_a_handover_count_for_the_prefill_worker() -> None:
     router.leases.end_prefill(lease, 0.5, Usage(1000, 1, 0))
     router.leases.finish(lease, 1.0, Outcome.DONE, Usage(1000, 50, 900))
     assert not worker_of(router, "d0").reports_cache
-    before = worker_of(router, "p0").pace.missing
+    before = worker_of(router, "p0").pace.evicted_share
     for _ in range(20):
         info = make_info(9000, prefix=prefix)
         lease = placed(router.submit(info, 2.0))
         router.leases.end_prefill(lease, 2.5, Usage(9000, 1, 1))
         router.leases.finish(lease, 3.0, Outcome.DONE)
-    assert worker_of(router, "p0").pace.missing > before
+    assert worker_of(router, "p0").pace.evicted_share > before
 
 
 # Explanations

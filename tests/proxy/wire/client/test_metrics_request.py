@@ -73,9 +73,9 @@ async def test_client_that_leaves_cancels_the_metrics_page(site: Site) -> None:
     request, client = start_request(site, pages)
     await started.wait()
     request.client_left(0.0)
-    assert request._found is not None
+    assert request._writing is not None
     with pytest.raises(asyncio.CancelledError):
-        await request._found
+        await request._writing
     await asyncio.sleep(0)
     assert client.written == []
     assert not site.wire.local_requests

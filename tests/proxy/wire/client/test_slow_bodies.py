@@ -73,7 +73,7 @@ async def test_byte_a_minute_gets_408_in_the_format_of_the_api(start: Start, pat
     assert answer.one(b"connection") == b"close"
     status_and_reason = [(key[5], key[4]) for key in site.metrics.requests]
     assert status_and_reason == [(408, "slow_body")]
-    assert site.wire.collecting.held == 0
+    assert site.wire.body_budget.held == 0
 
 
 async def test_body_at_twice_the_minimum_rate_is_served(start: Start) -> None:

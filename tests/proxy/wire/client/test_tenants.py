@@ -301,7 +301,7 @@ async def test_stream_with_few_events_is_billed_by_usage(batched: Site) -> None:
 async def test_abandoned_stream_without_usage_is_billed_by_its_duration(site: Site) -> None:
     site.set_tenants(TenantSpec("a"), a=KEY)
     tenant = site.tenant()
-    site.worker().pace.base_s, site.worker().pace.each_s = 0.02, 0.0
+    site.worker().pace.base_s, site.worker().pace.sequence_s = 0.02, 0.0
     role = scripts.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     opening = scripts.STREAM_HEAD + scripts.chunk(role)
     site.fake.always(scripts.raw(opening, end="stall"))

@@ -185,7 +185,7 @@ async def test_client_that_reads_again_gets_all_responses_in_order(site: Site) -
     assert (await client.answer()).status == 200
     assert (await client.answer()).status == 404
     assert connection not in site.wire.unread
-    assert site.wire.collecting.held == 0
+    assert site.wire.body_budget.held == 0
 
 
 @pytest.mark.parametrize("end", ["idle_s", "reset"])
@@ -194,14 +194,14 @@ async def test_requests_of_a_client_that_does_not_read_end_with_it(start: Start,
     client, connection = await start_unread_client(site)
     await eventually(lambda: connection in site.wire.unread)
     assert connection._reader.ready
-    assert site.wire.collecting.held > 0
+    assert site.wire.body_budget.held > 0
     if end == "reset":
         client.reset()
     else:
         site.skip(101.0)
     await eventually(lambda: not site.wire.clients)
     assert not connection._reader.ready
-    assert site.wire.collecting.held == 0
+    assert site.wire.body_budget.held == 0
 
 
 async def test_pipelined_requests_count_towards_max_collected_bytes(start: Start) -> None:
@@ -210,11 +210,11 @@ async def test_pipelined_requests_count_towards_max_collected_bytes(start: Start
     gate = site.fake.hold()
     few, many = await site.client(), await site.client()
     await few.send(chat() + get("/health") * 300)
-    await eventually(lambda: site.wire.collecting.held > 300 << 10)
+    await eventually(lambda: site.wire.body_budget.held > 300 << 10)
     next_one = request(b"{}", b"X-Request-Id: mine", path="/v1/messages")
     await many.send(chat() + next_one + get("/health") * 300)
     await eventually(lambda: len(site.wire.unread) == 2)
-    assert site.wire.collecting.held < 400 << 10
+    assert site.wire.body_budget.held < 400 << 10
     gate.set()
     assert [(await few.answer()).status for _ in range(301)] == [200] * 301
     assert (await many.answer()).status == 200
@@ -224,4 +224,4 @@ async def test_pipelined_requests_count_towards_max_collected_bytes(start: Start
     assert error["error"]["message"].startswith("Too many large requests")
     assert (error["error"]["type"], error["request_id"]) == ("overloaded_error", "mine")
     assert await many.closed() == b""
-    assert site.wire.collecting.held == 0
+    assert site.wire.body_budget.held == 0

@@ -78,7 +78,7 @@ async def test_new_limits_hold_on_open_connections_from_the_next_request(
         assert (await known.ask(large)).status == 200
     half = len(large) - 10
     await partial.send(large[:half])
-    await eventually(lambda: site.wire.collecting.held)
+    await eventually(lambda: site.wire.body_budget.held)
     before = site.wire.settings
     site.wire.reconfigure(replace(before, linger_s=0.1, **{limit: 1000}))
     assert (await known.ask(large)).status == status

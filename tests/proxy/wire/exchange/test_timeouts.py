@@ -51,7 +51,7 @@ async def test_first_byte_timeout_grows_with_the_expected_tokens(start: Start) -
     site = await start(Fake("w0"), Fake("w1"))
     site.stand_still()
     for worker in (site.worker("w0"), site.worker("w1")):
-        worker.pace.steps, worker.pace.base_s, worker.pace.each_s = 1.0, 0.003, 0.0
+        worker.pace.steps, worker.pace.base_s, worker.pace.sequence_s = 1.0, 0.003, 0.0
     made = asyncio.Event()
     site.always(scripts.gated(made, scripts.answer()))
     asking = asyncio.create_task(site.ask(chat(max_tokens=400)))

@@ -185,7 +185,7 @@ def test_response_timeout_depends_on_expected_tokens() -> None:
     assert decode_timeout_s(bounded, inf) == inf
     assert decode_timeout_s(bounded, 24.0) == 24.0 + 100 * SLOW_STEP_S  # before any measurement
     pace = worker_of(here, "d0").pace
-    pace.steps, pace.base_s, pace.each_s = 1.0, 0.01, 0.0
+    pace.steps, pace.base_s, pace.sequence_s = 1.0, 0.01, 0.0
     assert decode_timeout_s(bounded, 24.0) == pytest.approx(24.0 + 4 * 1.0)
     streamed = placed(here.submit(info_of(5000, 100), 0.0))
     assert decode_timeout_s(streamed, 24.0) == 24.0

@@ -87,6 +87,6 @@ def _forks(name: str, shared: tuple[Piece, ...], rng: random.Random) -> tuple[Se
     )
 
 
-def _log_normal(rng: random.Random, median: float, mean: float, most: float = math.inf) -> int:
+def _log_normal(rng: random.Random, median: float, mean: float, maximum: float = math.inf) -> int:
     sigma = math.sqrt(2 * math.log(mean / median))
-    return int(min(max(rng.lognormvariate(math.log(median), sigma), 1), most))
+    return int(min(max(rng.lognormvariate(math.log(median), sigma), 1), maximum))

@@ -55,20 +55,20 @@ def _planned(
 ) -> list[PlannedTurn]:
     own_begin = session.fresh or not inherited
     prompt = _Prompt(session.shared if own_begin else inherited)
-    known = 0 if own_begin else prompt.tokens
-    found = []
+    context = 0 if own_begin else prompt.tokens
+    turns = []
     for number, turn in enumerate(session.turns):
         new, output = turn.new_tokens, turn.output_tokens
         cut = prompt.tokens + new + output > limit
         restarts = cut or (turn.compacts if number else own_begin)
         if restarts and (number or cut):
             prompt.restart(session.shared)
-            known = min(known, prompt.tokens)
+            context = min(context, prompt.tokens)
         if cut:
             output = max(1, min(output, int(limit) // 2))
             new = max(1, min(new, int(limit) - output - prompt.tokens))
             if prompt.tokens + new + output > limit:  # the shared prefix alone is too long
-                prompt.root, known, new = (), 0, max(1, int(limit) - output)
+                prompt.root, context, new = (), 0, max(1, int(limit) - output)
         size = prompt.tokens + new
         prompt.own_tokens += new + output
         pieces = (*prompt.root, (f"{session.name}#{prompt.restarts}", prompt.own_tokens))
@@ -78,12 +78,12 @@ def _planned(
             output_tokens=output,
             shared=pieces,
             turn=number,
-            context_tokens=known,
+            context_tokens=context,
         )
-        forks = tuple(tuple(_planned(each, begin, pieces, limit)) for each in turn.forks)
-        found.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
-        known = size + output
-    return found
+        forks = tuple(tuple(_planned(fork, begin, pieces, limit)) for fork in turn.forks)
+        turns.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
+        context = size + output
+    return turns
 
 
 def first_request(session: Session, at: float, klass: str, tenant: str = "") -> Request:

@@ -83,15 +83,15 @@ class SessionTrace(TrafficFile):
         for _ in read_lines(path, self._read):
             pass
         roots = self._roots()
-        times = [each.at for each, _ in roots if each.at is not None]
+        times = [root.at for root, _ in roots if root.at is not None]
         last = max(times, default=0.0) - min(times, default=0.0)
         self.timed = len(times) == len(roots) and last > 0
         self.count = len(roots)
         self.rate = len(roots) / last if self.timed else DEFAULT_RATE
         begin = min(times, default=0.0) if self.timed else 0.0
         self._requests = [
-            first_request(session, (each.at or 0.0) - begin, each.klass, each.tenant)
-            for each, session in roots
+            first_request(session, (root.at or 0.0) - begin, root.klass, root.tenant)
+            for root, session in roots
         ]
         self._requests.sort(key=lambda request: request.at if self.timed else 0.0)
 
@@ -101,19 +101,19 @@ class SessionTrace(TrafficFile):
 
     def _read(self, entry: dict[str, Any], number: int) -> None:
         name = read_text(entry, "session_id") or f"line {number}"
-        if found := [key for key in UNSUPPORTED if entry.get(key)]:
-            raise BadLineError(f"{found[0]} is not supported")
-        known = self._lines.get(name)
-        if "turns" in entry and known is not None:
-            raise BadLineError(f"session_id {name!r} is in line {known.line} too")
-        if known is None:
+        if unsupported := [key for key in UNSUPPORTED if entry.get(key)]:
+            raise BadLineError(f"{unsupported[0]} is not supported")
+        line = self._lines.get(name)
+        if "turns" in entry and line is not None:
+            raise BadLineError(f"session_id {name!r} is in line {line.line} too")
+        if line is None:
             at = None if entry.get("timestamp") is None else read_milliseconds(entry, "timestamp")
             klass, tenant = read_text(entry, "class") or self.name, read_text(entry, "tenant")
-            known = self._lines[name] = _Line(name, number, at, klass, tenant)
+            line = self._lines[name] = _Line(name, number, at, klass, tenant)
         if "turns" in entry:
-            _add_turns(known, entry["turns"])
+            _add_turns(line, entry["turns"])
         else:
-            self._add_request(known, entry)
+            self._add_request(line, entry)
 
     def _add_request(self, session: _Line, entry: dict[str, Any]) -> None:
         if "messages" in entry and entry.get("message_mode") != "delta":
@@ -124,7 +124,7 @@ class SessionTrace(TrafficFile):
             size = read_tokens(entry, "input_length")
         if not session.turns:
             session.shared = pieces_of(entry.get("hash_ids"), size, self._block)
-            size -= sum(each for _, each in session.shared)
+            size -= sum(tokens for _, tokens in session.shared)
         elif entry.get("timestamp") is not None and entry.get("delay") is None:
             raise BadLineError("a later turn of a session takes delay, not timestamp")
         session.turns.append(_turn(entry, size))
@@ -138,39 +138,39 @@ class SessionTrace(TrafficFile):
                 if name in parents:
                     raise self._error(line, f"sub-agent {name!r} has more than one parent")
                 parents[name] = line
-        made: dict[str, Session] = {}
+        sessions: dict[str, Session] = {}
         roots = [
-            (line, self._make_session(line, made, MAX_DEPTH))
+            (line, self._make_session(line, sessions, MAX_DEPTH))
             for line in self._lines.values()
             if line.name not in parents
         ]
         for name, line in self._lines.items():
-            if name not in made:
+            if name not in sessions:
                 raise self._error(line, f"session {name!r} is a sub-agent of itself")
         return roots
 
-    def _make_session(self, line: _Line, made: dict[str, Session], depth: int) -> Session:
+    def _make_session(self, line: _Line, sessions: dict[str, Session], depth: int) -> Session:
         if not depth:
             raise self._error(line, f"sub-agents are nested deeper than {MAX_DEPTH} levels")
         turns = [
             replace(
                 turn,
                 forks=tuple(
-                    replace(self._make_session(self._lines[name], made, depth - 1), fresh=fresh)
+                    replace(self._make_session(self._lines[name], sessions, depth - 1), fresh=fresh)
                     for name, fresh in line.forks.get(number, ())
                 ),
             )
             for number, turn in enumerate(line.turns)
         ]
-        made[line.name] = Session(line.name, tuple(turns), line.shared)
-        return made[line.name]
+        sessions[line.name] = Session(line.name, tuple(turns), line.shared)
+        return sessions[line.name]
 
     def _error(self, line: _Line, text: str) -> UsageError:
         return UsageError(f"{self._path}, line {line.line}: {text}")
 
 
 def _add_turns(session: _Line, turns: Any) -> None:
-    if not (isinstance(turns, list) and turns and all(isinstance(each, dict) for each in turns)):
+    if not (isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)):
         raise BadLineError(f"turns is {turns!r:.60}; it must be a list of objects, at least one")
     if len(turns) > 1 and _is_system(turns[0]):
         text = _texts(turns[0])
@@ -205,10 +205,10 @@ def _turn(entry: dict[str, Any], size: int) -> Turn:
 def _texts(turn: dict[str, Any]) -> str:
     if media := [key for key in MEDIA if turn.get(key)]:
         raise BadLineError(f"{media[0]} is not supported in a turn; only text is")
-    found = [turn.get("text"), turn.get("texts"), turn.get("messages")]
-    if found.count(None) != len(found) - 1:
+    texts = [turn.get("text"), turn.get("texts"), turn.get("messages")]
+    if texts.count(None) != len(texts) - 1:
         raise BadLineError("a turn must have one of text, texts and messages")
-    return "".join(_flat(next(each for each in found if each is not None)))
+    return "".join(_flat(next(text for text in texts if text is not None)))
 
 
 def _flat(value: Any) -> Iterator[str]:
@@ -216,8 +216,8 @@ def _flat(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
-        for each in value:
-            yield from _flat(each)
+        for item in value:
+            yield from _flat(item)
     elif isinstance(value, dict) and (keys := {"content", "contents", "text"} & set(value)):
         for key in sorted(keys):
             if value[key] is not None:  # as in a message with tool calls only
