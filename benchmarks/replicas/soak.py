@@ -52,7 +52,7 @@ REPEATED = 500, 502, 503, 504  # statuses of requests about batches
 CONNECTIONS, ASKED_PER_S = 8, 25.0  # of the tenant with a limit, which has 10 a second
 SLOW_S = 0.4  # longest time of a worker until its response
 LOST_S = 0.02  # until a worker notices that a router has closed a connection
-WITH, WITHOUT, ALONE = "with Redis", "without", "router started without"
+WITH, WITHOUT = "with Redis", "without"
 JOINED_S = 4.0  # until running requests were placed with Redis
 MAX_ERROR = 0.05
 COLUMNS = (
@@ -70,19 +70,16 @@ class CountedFleet(FaultyFleet):
         self.requests = 0  # to workers with a limit
         self.above: dict[str, dict[str, Counter[int]]] = {}  # arrivals by number above the limit
         self.calm_at = 0.0
-        self.started_alone = False  # a router started without Redis: it knows of no other
 
     @property
     def phase(self) -> str:
-        if time.monotonic() >= self.calm_at:
-            return WITH
-        return ALONE if self.started_alone else WITHOUT
+        return WITH if time.monotonic() >= self.calm_at else WITHOUT
 
     def observed(self, fake: FakeWorker, script: Script) -> Script:
         if fake.name not in faulty_fleet.ROLES:
             return script
         running: set[Call] = set()
-        above = self.above[fake.name] = {phase: Counter() for phase in (WITH, WITHOUT, ALONE)}
+        above = self.above[fake.name] = {phase: Counter() for phase in (WITH, WITHOUT)}
 
         def count(arrived: frozenset[Call]) -> None:
             if (more := len(in_flight(arrived)) - MAX_REQUESTS) > 0:
@@ -182,7 +179,6 @@ class ReplicaSoak:
         self.redis_faults: Counter[str] = Counter()
         self.postgres_faults = 0
         self.batches: list[str] = []  # what was wrong with each
-        self.restarting = False
 
     async def start(self) -> HAProxy:
         await self.workers.start()
@@ -248,7 +244,7 @@ class ReplicaSoak:
     async def _fail_redis(self, until: float) -> None:
         while time.monotonic() + CALM_S[1] + FREEZE_S < until:
             await asyncio.sleep(self.rng.uniform(*CALM_S))
-            self.workers.calm_at, self.workers.started_alone = inf, self.restarting
+            self.workers.calm_at = inf
             if self.rng.random() < 0.5:
                 self.redis_faults["restarted empty"] += 1
                 self.redis.kill()
@@ -264,14 +260,11 @@ class ReplicaSoak:
     async def _kill_routers(self, until: float) -> None:
         while time.monotonic() + RUN_S[1] < until:
             await asyncio.sleep(self.rng.uniform(*RUN_S))
-            self.restarting = True
-            self.workers.started_alone |= self.workers.phase != WITH
             router = self.rng.choice(self.routers)
             assert router.process is not None
             for pid in children_of(router.process.pid):
                 os.kill(pid, signal.SIGKILL)
             await router.restart()
-            self.restarting = False
 
     async def _fail_postgres(self, until: float) -> None:
         while time.monotonic() + RUN_S[1] < until:
@@ -327,7 +320,7 @@ class ReplicaSoak:
         wrong = [*(self.counts.get("wrong") or ()), *filter(None, self.batches)]  # type: ignore[misc]
         no_end = self.counts["outcomes"].get("hangs", 0) + load.no_end  # type: ignore[attr-defined]
         recovered = [s for router in self.routers for s in router.recovered_s]
-        above = [of[phase] for of in self.workers.above.values() for phase in (WITH, WITHOUT)]
+        above = [numbers for of in self.workers.above.values() for numbers in of.values()]
         worst = max((number for numbers in above for number in numbers), default=0)
         print(f"requests without an end: {no_end}; wrong: {wrong}; {self.counts['statuses']}")
         print(
