@@ -5,7 +5,7 @@ A busy process asks for twice what comes in a moment, and returns what did not c
 
 from __future__ import annotations
 
-MOMENT_S = 0.05
+MOMENT_S = 0.1
 MIN_REQUESTS = 2  # in a moment; fewer are asked for one by one
 GROWTH = 2
 

@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 PUBLISH_INTERVAL_S, SMALL_INTERVAL_S = 0.02, 0.1
 MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written earlier by the lead
+TIMER_ERROR_S = (
+    0.0015  # by which a timer may fire early; then the next time is a whole interval later
+)
 
 
 def until_publish_s(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN_PAUSE_S) -> float:
@@ -20,7 +23,8 @@ def until_publish_s(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN
 
 
 def until_flush_s(interval_s: float = PUBLISH_INTERVAL_S) -> float:
-    return interval_s - (time.time() + FLUSH_LEAD_S) % interval_s
+    left = interval_s - (time.time() + FLUSH_LEAD_S) % interval_s
+    return left if left > TIMER_ERROR_S else left + interval_s
 
 
 class FlushTimer:
