@@ -267,6 +267,19 @@ def test_a_reader_knows_what_vllm_will_reuse(scene: str, seed: int) -> None:
         assert bench.reader.output[name] == list(tokens)
 
 
+def test_preempted_requests_are_named_once() -> None:
+    bench = Journaled(num_blocks=12, budget=200, max_num_seqs=4)
+    requests = [bench.add(60, output=60) for _ in range(3)]
+    for _ in range(60):
+        was_preempted = {r.request_id for r in requests if r.status is RequestStatus.PREEMPTED}
+        message = bench.step()
+        named = [] if message is None else [bench.reader.ids[n] for n in message.preempted]
+        now = {r.request_id for r in requests if r.status is RequestStatus.PREEMPTED}
+        assert set(named) == now - was_preempted
+        assert len(set(named)) == len(named)
+    assert bench.all_of("preempted")
+
+
 def test_names_that_come_before_during_and_after_their_requests() -> None:
     bench = Journaled()
     bench.journal.name("early", b"one")
