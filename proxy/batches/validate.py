@@ -64,19 +64,19 @@ class InputFileCheck:
         is_last = begun + len(piece) >= self._size
         end = len(piece) if is_last else piece.rfind(b"\n") + 1
         self._slice = SLICE_BYTES if end else 2 * self._slice
-        problems: list[InputLine] = []
+        lines: list[InputLine] = []
         at, last_number = 0, self._number + SLICE_LINES
         while at < end and self._number < last_number and not self.is_done:
             stop = piece.find(b"\n", at, end)
             raw = piece[at : stop if stop >= 0 else end]
             self._at = begun + at + len(raw) + 1
-            problems += self._read(raw, begun + at)
+            lines += self._read(raw, begun + at)
             at += len(raw) + 1
         if is_last and at >= end:
             self._at = self._size
         if self.is_done and not self.total and not self.problems:
             self.problems.append(InputProblem("empty_file", "The input file is empty."))
-        return problems
+        return lines
 
     def _read(self, raw: bytes, start: int) -> Iterator[InputLine]:
         self._number += 1

@@ -188,8 +188,8 @@ def check_pools(draft: PartialConfig) -> Iterator[Problem]:
         path, place = f"discovery.pools[{index}]", ("discovery", "pools", index)
         sure = draft.has_valid(place, "selector", "dns")
         if sure and (pool.selector is None) == (pool.dns is None):
-            quantity = "neither" if pool.dns is None else "both"
-            yield Problem(path, f"has {quantity} of selector and dns; give exactly one")
+            given = "neither" if pool.dns is None else "both"
+            yield Problem(path, f"has {given} of selector and dns; give exactly one")
         if pool.dns is not None and isinstance(pool.port, str):
             why = f"{pool.port!r}: a DNS look-up returns no port names; give the number"
             yield Problem(f"{path}.port", why)

@@ -218,15 +218,19 @@ print(prometheus_client.generate_latest(registry).decode())
 """
 
 
-def run_server(**variables: str) -> tuple[Path, str]:
+def run_script(script: str, *arguments: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", STUBS + SERVER, "3"],
+        [sys.executable, "-c", STUBS + script, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stderr
-    folder, _, page = done.stdout.partition("\n")
+    return done.stdout
+
+
+def run_server(**variables: str) -> tuple[Path, str]:
+    folder, _, page = run_script(SERVER, "3", **variables).partition("\n")
     return Path(folder), page
 
 
@@ -262,14 +266,8 @@ told.write(state, 0.0)
 assert set(os.listdir(folder)) == before, os.listdir(folder)
 print(*sorted(name.split("_")[0] for name in before))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", STUBS + script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, METRICS_VARIABLE: str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["counter", "gauge", "histogram"]
+    output = run_script(script, **{METRICS_VARIABLE: str(tmp_path)})
+    assert output.split() == ["counter", "gauge", "histogram"]
 
 
 def test_given_metrics_folder_is_kept(tmp_path: Path) -> None:

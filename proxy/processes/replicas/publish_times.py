@@ -12,19 +12,21 @@ from collections.abc import Callable
 
 PUBLISH_INTERVAL_S, SMALL_INTERVAL_S = 0.02, 0.1
 MIN_PAUSE_S, FLUSH_LEAD_S = 0.005, 0.003  # changes are written earlier by the lead
-TIMER_ERROR_S = (
-    0.0015  # by which a timer may fire early; then the next time is a whole interval later
-)
+TIMER_ERROR_S = 0.0015  # by which a timer may fire early; its time must not be waited for again
 
 
 def until_publish_s(interval_s: float = PUBLISH_INTERVAL_S, pause_s: float = MIN_PAUSE_S) -> float:
-    left = interval_s - time.time() % interval_s
-    return left if left > pause_s else left + interval_s
+    return _until_next_s(time.time(), interval_s, pause_s)
 
 
 def until_flush_s(interval_s: float = PUBLISH_INTERVAL_S) -> float:
-    left = interval_s - (time.time() + FLUSH_LEAD_S) % interval_s
-    return left if left > TIMER_ERROR_S else left + interval_s
+    return _until_next_s(time.time() + FLUSH_LEAD_S, interval_s, TIMER_ERROR_S)
+
+
+def _until_next_s(now: float, interval_s: float, pause_s: float) -> float:
+    """Return the time until a multiple of the interval that is further away than the pause."""
+    left = interval_s - now % interval_s
+    return left if left > pause_s else left + interval_s
 
 
 class FlushTimer:

@@ -208,8 +208,8 @@ class RemoteSheets:
             member.is_lost = True
             return
         if whole:
-            ended_rows = process.loads.keys() - part.loads.keys()
-            part.loads.update(dict.fromkeys(ended_rows, (NO_LOAD, 0.0)))
+            unnamed = process.loads.keys() - part.loads.keys()
+            part.loads.update(dict.fromkeys(unnamed, (NO_LOAD, 0.0)))
             part.usage.update(dict.fromkeys(process.usage.keys() - part.usage.keys(), NO_USAGE))
         sheet, offset = self._table.sheet(process.index), member.offset
         if part.life != process.life:  # a new process: readers start anew
