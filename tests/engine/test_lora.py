@@ -231,6 +231,19 @@ def test_one_free_slot_is_kept_for_the_overdue_adapter() -> None:
     assert not any("last" in step for step in bench.steps(MAX_KEPT_STEPS // 2))
 
 
+def test_free_slot_is_not_kept_for_an_adapter_before_its_bound() -> None:
+    bench = Bench({"long_prompt": {}}, max_loras=2)
+    for adapter in (1, 2):
+        bench.add(f"first {adapter}", 20, output=2_000, adapter=adapter)
+    bench.steps(2)
+    bench.add("stuck", 20, adapter=3)
+    bench.step(MAX_WAIT_S / 2)
+    bench.turn_away("stuck")
+    bench.abort("first 1")
+    bench.add("next", 20, adapter=4)
+    assert "next" in bench.step()
+
+
 def test_unused_adapters_leave_no_state() -> None:
     bench = Bench({"long_prompt": {}}, max_loras=1)
     bench.add("first", 20, output=10_000, adapter=1, hashed=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import make_request
 from tests.policies.making import Bench, Event, add, wait
@@ -222,6 +223,20 @@ def test_newest_request_of_the_lowest_lane_is_preempted_first() -> None:
         bench.step()
         gone += before - bench.running
     assert gone == ["b2", "b1", "n2", "n1"]
+
+
+@pytest.mark.parametrize(("decodes", "prompt"), [("batch", "urgent"), ("urgent", "batch")])
+def test_batch_is_preempted_first_while_a_prompt_is_computed(decodes: str, prompt: str) -> None:
+    bench = Bench(laned(**NO_RESERVE, batch_share=1.0), num_blocks=41, budget=24)
+    names = {"a", "b", "c", "d"}
+    bench.add_all(dict.fromkeys(sorted(names), 50), lane=decodes, output=300)
+    bench.until(lambda: bench.running == names)
+    bench.steps(3)
+    computed = bench.add("prompt", 350, lane=prompt, output=2)
+    bench.until(lambda: len(bench.running) == 5)
+    bench.until(lambda: len(bench.running) < 5)
+    assert computed.is_prefill_chunk or computed.status == RequestStatus.PREEMPTED
+    assert ("prompt" in bench.running) == (prompt == "urgent")
 
 
 def test_long_running_answer_keeps_the_class_of_its_lane() -> None:

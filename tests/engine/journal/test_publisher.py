@@ -241,14 +241,25 @@ def test_a_stalled_reader_misses_messages_and_stops_nothing(
 def test_snapshots_have_a_pause_between_them(endpoint: str) -> None:
     readers = [Reader(endpoint) for _ in range(4)]
     began = time.monotonic()
-    for topic in (b"snapshot/one", b"snapshot/other"):
-        for reader in readers:
-            reader.subscribe(topic)
-        for reader in readers:
-            reader.until(topic)
+    for topic in (b"snapshot/one%d", b"snapshot/other%d"):
+        for number, reader in enumerate(readers):
+            reader.subscribe(topic % number)
+        for number, reader in enumerate(readers):
+            reader.until(topic % number)
     assert time.monotonic() - began >= publishing.SNAPSHOT_PAUSE_S
     for reader in readers:
         reader.close()
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_each_subscription_gets_one_snapshot(join: Join) -> None:
+    reader = join()  # it has its first snapshot
+    topics: list[bytes] = []
+    for requested in (b"snapshot/second", b"snapshot/third"):
+        reader.subscribe(requested)
+        while topics[-1:] != [requested]:
+            topics += {reader.socket.recv_multipart()[0]} - {b"step"}
+    assert topics == [b"snapshot/second", b"snapshot/third"]
 
 
 def test_an_endpoint_in_use_is_a_usage_error() -> None:
