@@ -5,8 +5,8 @@
 vLLM limits a long prompt's chunk with `--long-prefill-token-threshold`, alone or `-adaptive`. Small
 chunks keep short prompts fast and make long ones slow; the best value depends on the number of long
 prompts. Our worker stays up and takes turns with a worker of each setting, on the same arrivals, so
-that a slow minute of the machine affects both. A start takes most of a minute, the whole range half an
-hour.
+that a slow minute of the machine affects both. A start takes most of a minute, the whole range half
+an hour.
 """
 
 from __future__ import annotations

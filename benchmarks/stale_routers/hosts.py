@@ -179,7 +179,7 @@ class Host:
         if queue.length or now >= self._idle_until:
             self._idle_until = now + ALONE_INTERVAL_S
             shared_load.read_remote_charges(now)
-            shared_load.publish_written()
+            shared_load.publish_rest()
             if queue.length and (shared_load.changes != self._seen or self._queues.holds_back):
                 self._queues.holds_back = False
                 self._fleet.settle(self._router, now)

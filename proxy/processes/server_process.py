@@ -291,7 +291,7 @@ class ServerProcess:
             now = self._clock()
             shared_load.sheet.write_count(ALIVE, int(now))
             shared_load.read_remote_charges(now)
-            shared_load.publish_written()
+            shared_load.publish_rest()
             if wire.queued and (shared_load.changes != seen or self._queues.holds_back):
                 self._queues.holds_back = False
                 wire.dispatch_queued(now)

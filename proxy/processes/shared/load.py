@@ -201,8 +201,10 @@ class SharedLoad:
         self.sheet.write_breaker(row, now, snapshot)
         self.sheet.write_count(BREAKER_CHANGES, self.sheet.count(BREAKER_CHANGES) + 1)
 
-    def publish_written(self) -> None:
-        """Write generated tokens; no decision depends on them at once."""
+    def publish_rest(self) -> None:
+        """Write generated tokens, and tenants that changed in a turn without a placement."""
+        for part in self.parts:
+            part.publish()
         for worker in self._rows:
             if worker.requests != worker.remote_load.requests:
                 self.publish_soon(worker)

@@ -72,6 +72,22 @@ def test_concurrency_is_counted_across_processes(make_all: MakeGroup) -> None:
     assert refused(submit(group, 1)).status == 429
 
 
+def test_request_that_leaves_before_it_is_placed_is_no_longer_counted(make_all: MakeGroup) -> None:
+    group = group_of(make_all, TenantSpec("t", limits=Limits(concurrency=3)))
+    info = make_info(100, 50)
+    info.tenant = tenant(group, 1)
+    assert group.routers[1].enter(info, group.now) is None
+    group.end_turn()
+    placed(submit(group, 1))
+    placed(submit(group, 0))
+    assert refused(submit(group, 0)).status == 429
+    group.routers[1].leave(info, group.now)
+    group.shared_loads[1].publish_rest()
+    group.end_turn()
+    group.now += READ_INTERVAL_S
+    placed(submit(group, 0))
+
+
 def test_burst_within_a_turn_is_counted_across_processes(make_processes: MakeGroup) -> None:
     group = group_of(make_processes, TenantSpec("t", limits=Limits(concurrency=3)))
     group.read_all()
