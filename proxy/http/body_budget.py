@@ -25,8 +25,6 @@ RESERVED_DIVISOR = 4  # a quarter is reserved, or less if the largest body would
 
 
 class BodyBudget:
-    """The bytes held, in all and per tenant."""
-
     __slots__ = (
         "_common_held", "_common_limit", "_edition", "_held_by_account", "_max_body", "_max_bytes",
         "_share", "_tenants",

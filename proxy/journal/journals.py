@@ -27,8 +27,6 @@ MAX_SOCKETS: Final = 16_384
 
 
 class Journals:
-    """Reads the journals that the fleet's workers have."""
-
     def __init__(self, roster: Roster, key: bytes | None) -> None:
         self._roster = roster
         self._key = key

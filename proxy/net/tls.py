@@ -29,8 +29,6 @@ class TlsError(ProxyError):
 
 
 class ServedContext:
-    """The TLS context of a port, which a reload can change."""
-
     def __init__(self, config: TlsConfig) -> None:
         self.context = server_context(config)
 

@@ -35,8 +35,6 @@ class AssignedRow(NamedTuple):
 
 
 class FleetReplica:
-    """Sends the leader's fleet, or applies what the leader sends."""
-
     def __init__(
         self,
         router: Router,

@@ -108,7 +108,6 @@ def permanent(page: Page) -> Page:
 
 
 def missing_in(page: Page, other: Page) -> Page:
-    """Return the series that another page does not have."""
     left: Page = {}
     for name, family in page.items():
         other_series = other.get(name, EMPTY).series

@@ -33,7 +33,6 @@ class Ports:
         return tuple((sock.family, sock.getsockname()) for sock in self._shared)
 
     async def reserve(self, router: RouterConfig) -> None:
-        """Reserve the ports; raise `OSError` if one is in use."""
         try:
             await self._reserve_ports(router)
         except OSError:

@@ -74,8 +74,6 @@ class SiblingProcesses(Protocol):
 
 
 class App:
-    """A router with everything around it, from one fleet file."""
-
     def __init__(
         self,
         config: FleetConfig,

@@ -73,7 +73,6 @@ def _shown(now: TlsConfig | None, before: TlsConfig | None) -> TlsConfig | None:
 
 
 def restart_only_changes(config: FleetConfig, started: FleetConfig) -> list[str]:
-    """Return the paths of changed settings that need a restart."""
     effective = as_started(config, started)
     changed = [
         f"router.{name}"

@@ -74,7 +74,6 @@ def journal_key(router: RouterConfig) -> bytes | Problem | None:
 
 
 def redis_password(router: RouterConfig) -> str | Problem | None:
-    """Return the password of the Redis server that replicas share."""
     file = None if router.shared is None else router.shared.password_file
     return _password("router.shared.password_file", file)
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def socket_of(transport: asyncio.Transport) -> socket.socket | None:
-    """Return the socket of a transport; None once it is closed."""
     raw: socket.socket | None = transport.get_extra_info("socket")
     return raw if raw is not None and raw.fileno() >= 0 else None
 

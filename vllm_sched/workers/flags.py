@@ -63,7 +63,6 @@ def flag_names(words: Sequence[str]) -> set[str]:
 
 
 def last_value(words: Sequence[str], name: str) -> str | None:
-    """Return the value of the last flag of this name; None if there is none."""
     value = None
     for flag in parse(words):
         if flag.name == name:

@@ -333,7 +333,6 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
 
 
 def cpu_flags(flags: Sequence[str]) -> list[str]:
-    """Return the flags for a CPU build that are not in `flags`."""
     set_here = {name.replace("--no-", "--", 1) for name in flag_names(with_config_file(flags))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in set_here for word in flag.words]
 

@@ -46,7 +46,6 @@ class Visit:
     written: int  # by the worker until then
 
     def cached_tokens(self, capacity: int, written: int) -> int:
-        """Return the tokens that should still be cached."""
         if not capacity:
             return self.tokens
         return max(min(self.tokens, capacity - (written - self.written)), 0)

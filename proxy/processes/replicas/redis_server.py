@@ -170,7 +170,6 @@ async def connect(
     key: str,
     received: Callable[[bytes], None] = _ignore,
 ) -> RedisConnection:
-    """Connect to the server that has a key."""
     factory = client(settings, password)
     try:
         if settings.cluster:

@@ -89,8 +89,6 @@ class Member:
 
 
 class RemoteSheets:
-    """The replicas that this host knows."""
-
     def __init__(self, table: SharedTable, workers: WorkerNames) -> None:
         self.members: dict[str, Member] = {}  # alive, or silent for less than FORGET_S
         self.history: dict[str, Settled] = {}

@@ -38,8 +38,6 @@ BATCH = Rank.BATCH
 
 
 class SharedQueues:
-    """The queues of the other processes."""
-
     def __init__(self, queue: Queue, shared_load: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0  # on this host, as the limits are
         self.waits = False  # True if a request waits in any other queue

@@ -67,7 +67,6 @@ def models(roster: Roster, tenant: Tenant | None = None) -> bytes:
 
 
 def model(roster: Roster, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
-    """Return one model, or the refusal of requests for that model."""
     models = allowed_models(roster.models(), tenant)
     if not roster.serves(name):
         return refusals.model_not_served(name, models, all_listed=roster.all_listed())

@@ -277,7 +277,6 @@ def is_silent(exchange: AttemptOwner, now: float) -> bool:
 
 
 def expect_repeated(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
-    """Expect the other worker's text from its beginning."""
     text, sent = exchange.text_so_far, exchange.sent_text
     if sent is not None:
         exchange.repeated = sent.rest(None if text is None else text.space)

@@ -18,8 +18,6 @@ DOWN_GRACE_S = 10.0
 
 
 class Failover:
-    """Workers that are down with requests."""
-
     def __init__(self) -> None:
         self._since: dict[Worker, float] = {}
 

@@ -37,8 +37,6 @@ def size_line(length: int) -> bytes:
 
 
 class StreamCounter:
-    """Counts the tokens and bytes of one stream."""
-
     __slots__ = ("_lease", "_leases", "_metrics", "_record")
 
     def __init__(

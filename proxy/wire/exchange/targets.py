@@ -34,7 +34,6 @@ NO_NAMES: frozenset[str] = frozenset()
 def deadline_in(
     headers: Mapping[bytes, bytes], now: float, settings: WireSettings
 ) -> float | Refusal:
-    """Return a client's deadline; inf without one."""
     value = headers.get(HEADER)
     if value is None or not settings.client_deadlines:
         return inf

@@ -255,7 +255,6 @@ class WorkerConnection(asyncio.Protocol):
         self._pass_on(now, caller)
 
     def eof_received(self) -> None:
-        """End the response, or send the request again."""
         if self._used and self._reader.untouched and self._is_unconfirmed():
             self._send_again()
         else:

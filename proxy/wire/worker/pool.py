@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def connection_key(spec: WorkerSpec) -> tuple[object, ...]:
-    """Return the parts of a spec that connections depend on."""
     return spec.url, spec.api_key, spec.tls
 
 

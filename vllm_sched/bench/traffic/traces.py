@@ -97,7 +97,6 @@ def read_tokens(entry: dict[str, Any], key: str) -> int:
 
 
 def read_milliseconds(entry: dict[str, Any], key: str, maximum: float = float_info.max) -> float:
-    """Return the seconds of a field in milliseconds."""
     takes = MOMENT_TEXT if maximum == float_info.max else f"milliseconds, 0 to {maximum:,}"
     value = field(entry, key, lambda n: type(n) in (int, float) and 0 <= n <= maximum, takes)
     return float(value / 1000)

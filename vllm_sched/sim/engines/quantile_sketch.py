@@ -15,8 +15,6 @@ MIN_SAMPLE: Final = 1e-6  # lower bound of samples: a microsecond
 
 
 class QuantileSketch:
-    """Weighted samples in logarithmic bins."""
-
     __slots__ = ("bins", "count", "most", "total")
 
     def __init__(self) -> None:

@@ -47,8 +47,6 @@ class PlacedWorker:
 
 
 class AggregateFlow(BaseSimulatedFleet):
-    """A simulated fleet that keeps only aggregate figures, in `FlowFigures`."""
-
     def __init__(
         self,
         workers: Sequence[PlacedWorker],

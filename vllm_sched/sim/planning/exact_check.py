@@ -31,7 +31,6 @@ class ExactProof(NamedTuple):
 def rank_exactly(
     search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
-    """Return the fleets that serve their rates, or lower ones, with vLLM's own schedulers."""
     exact_ranking: list[ServedRate] = []
     for served in search.progress.each(ranking):
         search.progress.note(f"exactly: {served.shape}")

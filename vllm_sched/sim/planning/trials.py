@@ -86,8 +86,6 @@ IDLE_LOAD: Final = 0.02  # load of an idle worker, as a share of the compute bou
 
 
 class FleetTrials:
-    """Runs of fleets, with the same requests for every fleet."""
-
     def __init__(self, question: PlanQuestion, note: Callable[[str], None]) -> None:
         self.question = question
         source, machine = question.source, question.machine
