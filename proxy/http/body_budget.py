@@ -10,13 +10,9 @@ Requests without a key count as one tenant.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from proxy.core.model.refusals import RefusedError
 from proxy.core.model.types import Reason, Refusal
-
-if TYPE_CHECKING:
-    from proxy.core.tenants.tenants import Tenant, Tenants
+from proxy.core.tenants.tenants import Tenant, Tenants
 
 ANONYMOUS_ACCOUNT = ""
 ERROR_CODE, RETRY_AFTER_S = "too_many_bodies", 1.0

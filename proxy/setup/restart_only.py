@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig, TlsConfig, WorkerConfig
-    from proxy.config.admin import AdminConfig
+from proxy.config import FleetConfig, TlsConfig, WorkerConfig
+from proxy.config.admin import AdminConfig
 
 RESTART_ONLY = (
     "host",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, AnyStr, Final, TypeVar
 
 from proxy.errors import ConfigError, Problem
 from proxy.text_files import UnreadableFileError, read_bytes, read_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from proxy.config import PartialConfig, RouterConfig
 
 T = TypeVar("T")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from array import array
 from fcntl import ioctl
 from termios import TIOCOUTQ
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 def socket_of(transport: asyncio.Transport) -> socket.socket | None:

@@ -25,18 +25,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
+from typing import Final, Self, TypedDict, Unpack
 
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
 from vllm_sched.workers.flags import absolute_config, flag_names, json_key, parse, with_config_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 SERVER_MODULE = "vllm_sched.engine.server"
 # Sides without a policy: vLLM's own scheduler, and ours.

@@ -7,12 +7,10 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from proxy.config.shared import SharedConfig
 from proxy.errors import ProxyError
-
-if TYPE_CHECKING:
-    from proxy.config.shared import SharedConfig
 
 PATH = "router.shared"
 VERSION = 2  # replicas of another version use another channel

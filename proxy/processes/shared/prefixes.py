@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.worker import Worker
 from proxy.core.learned.sessions import Session, Visit
+from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.process_sheet import LENGTH_BITS, LENGTH_MASK, LIFE, ProcessSheet
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.charges import Fleet
-    from proxy.core.fleet.worker import Worker
-    from proxy.processes.shared.load import SharedLoad
-
 
 TURN = 0  # then key, tokens, depths and marks, 1 if it is the only visit, the key before
 TURN_WORDS = 9

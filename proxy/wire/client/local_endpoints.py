@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import orjson
 
+from proxy.core.fleet.roster import Roster
 from proxy.core.model import refusals
 from proxy.core.model.types import Reason, Refusal
-from proxy.core.tenants.tenants import allowed_models
+from proxy.core.tenants.tenants import Tenant, allowed_models
 from proxy.http.local_responses import refuse, respond
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.roster import Roster
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.http.request import Request, RequestHead
-    from proxy.wire.context import WireContext
+from proxy.http.request import Request, RequestHead
+from proxy.wire.context import WireContext
 
 METRICS, MODELS = "/metrics", "/v1/models"
 ONE_MODEL = f"{MODELS}/"  # names may contain slashes

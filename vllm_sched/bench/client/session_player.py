@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
-from vllm_sched.bench.client.endpoint import CHAT
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint
 from vllm_sched.bench.client.events import text_of
+from vllm_sched.bench.client.text import Texts
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession
-from vllm_sched.bench.traffic.sessions.conversation import plan_session
+from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn, plan_session
+from vllm_sched.bench.traffic.types import Request
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from vllm_sched.bench.client.endpoint import Endpoint
-    from vllm_sched.bench.client.text import Texts
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
-    from vllm_sched.bench.traffic.types import Request
-
-    SendTurn: TypeAlias = Callable[
-        [Request, float, bytes, list[bytes]], Awaitable[tuple[Outcome, float | None]]
-    ]
+SendTurn: TypeAlias = Callable[
+    [Request, float, bytes, list[bytes]], Awaitable[tuple[Outcome, float | None]]
+]
 
 
 class Transcript:

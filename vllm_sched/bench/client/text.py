@@ -7,14 +7,12 @@ that only intended prefixes are cached. Most of a prompt is cut from one long te
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm_sched.bench.traffic.types import Request
+from vllm_sched.bench.traffic.types import Request
 
 COMMON_WORDS: Final = (
     "able about above across act add after again age ago air all almost along also always among "

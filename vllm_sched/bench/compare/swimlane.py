@@ -8,12 +8,13 @@ are hatched boxes. The output is one SVG, or a page with it. Colour has no meani
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
+from vllm_sched.bench.compare.compare import Comparison
 from vllm_sched.bench.compare.report import (
     GROUPS,
     Figure,
@@ -22,19 +23,13 @@ from vllm_sched.bench.compare.report import (
     show,
     show_ratio,
 )
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, TURN
-from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
+from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase, Stories
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import DEFAULT, NONE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from vllm_sched.bench.compare.compare import Comparison
-    from vllm_sched.bench.compare.runner import Round
-    from vllm_sched.bench.results.engine_trace import Stories
-    from vllm_sched.bench.results.outcome import Outcome
 
 SUFFIXES = (".html", ".svg")
 ORDER = (LONG, SHORT, TURN, BATCH, BACKGROUND)

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from sys import float_info
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
-from vllm_sched.bench.traffic.types import MAX_TOKENS, Request, TrafficSource
+from vllm_sched.bench.traffic.types import MAX_TOKENS, Piece, Request, TrafficSource
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from vllm_sched.bench.traffic.types import Piece
 
 BLOCK_TOKENS: Final = 512
 TOKENS_TEXT: Final = f"a number of tokens, 1 to {MAX_TOKENS:,}"

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 
 from proxy.admin.schemas import Explanation, Question, explanation
+from proxy.config import FleetConfig
 from proxy.core.fleet.charges import idle_fleet
+from proxy.core.model.specs import Score
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
 from vllm_sched.cli.fleet.fleet import Commands, columns, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, call_router
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.config import FleetConfig
-    from proxy.core.model.specs import Score
 
 ASSUMED_NOTE = "these times are assumptions; --live asks a running router, which measures them"
 NO_WORKER_STATUS = 1

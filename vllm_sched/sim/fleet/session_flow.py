@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession
-from vllm_sched.bench.traffic.sessions.conversation import plan_session
-from vllm_sched.sim.fleet.events import ARRIVAL_RANK
+from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn, plan_session
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.sim.fleet.events import ARRIVAL_RANK, EventQueue
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+SubmitTurn: TypeAlias = Callable[[Request, float, Callable[[float], None]], Outcome]
 
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
-    from vllm_sched.bench.traffic.types import Request
-    from vllm_sched.sim.fleet.events import EventQueue
 
-    # Accepts a turn at a time; the call is made at its end, in a later event.
-    SubmitTurn: TypeAlias = Callable[[Request, float, Callable[[float], None]], Outcome]
-
-    class SequenceEnded(Protocol):
-        def __call__(self, now: float, *, complete: bool) -> None: ...
+class SequenceEnded(Protocol):
+    def __call__(self, now: float, *, complete: bool) -> None: ...
 
 
 class SessionFlow:

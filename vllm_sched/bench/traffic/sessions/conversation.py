@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
 
-from vllm_sched.bench.traffic.types import Request
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import Piece, Session
+from vllm_sched.bench.traffic.types import Piece, Request, Session
 
 
 @dataclass(frozen=True, slots=True)

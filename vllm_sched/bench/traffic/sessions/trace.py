@@ -12,9 +12,12 @@ Texts count as a token per four bytes. The text fields `tenant` and `class` are 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from vllm_sched.bench.traffic.sessions.conversation import first_request
 from vllm_sched.bench.traffic.traces import (
@@ -28,15 +31,8 @@ from vllm_sched.bench.traffic.traces import (
     read_text,
     read_tokens,
 )
-from vllm_sched.bench.traffic.types import Session, Turn
+from vllm_sched.bench.traffic.types import Piece, Request, Session, Turn
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from vllm_sched.bench.traffic.types import Piece, Request
 
 BYTES_PER_TOKEN: Final = 4
 DEFAULT_OUTPUT_TOKENS: Final = 128  # as in vLLM's benchmark
