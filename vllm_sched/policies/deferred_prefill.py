@@ -56,15 +56,10 @@ class DeferredPrefillSettings(Settings):
     """gap between tokens that a batch of prefills may cause; set it if streams stutter"""
     max_delay_ms: float = Field(1000.0, gt=0)
     """maximum time that a request is held; lower it if first tokens are late"""
-    # Former settings.
     max_delay_steps: int = Field(512, ge=1)
-    """former; without effect"""
+    """former: it has no effect; use max_delay_ms"""
     exclusive: bool = False
-    """former; without effect"""
-    former: ClassVar[Mapping[str, str]] = {
-        "max_delay_steps": "it has no effect; use max_delay_ms",
-        "exclusive": "it has no effect; add --policy prefill_first to pause decodes",
-    }
+    """former: it has no effect; add --policy prefill_first to pause decodes"""
 
 
 class DeferredPrefill(Policy):

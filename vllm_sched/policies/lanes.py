@@ -56,18 +56,12 @@ class LanesSettings(Settings):
     batch_max_wait_s: float = Field(300.0, gt=0)
     """wait after which a batch request goes before all others; lower it if batch must make
     progress under full load"""
-    # Former settings.
     reserve_kv: float = Field(0.1, ge=0, le=1)
-    """former; share of the KV cache that batch leaves free"""
+    """former: leave it out; batch leaves a tenth of the KV cache free"""
     recent_s: float = Field(5.0, ge=0)
-    """former; time for which batch_share applies after others"""
+    """former: leave it out; batch_share applies for 5 s after the last other request"""
     urgent_max_wait_s: float = Field(10.0, gt=0)
-    """former; wait after which an urgent request takes turns"""
-    former: ClassVar[Mapping[str, str]] = {
-        "reserve_kv": "leave it out; batch leaves a tenth of the KV cache free",
-        "recent_s": "leave it out; batch_share applies for 5 s after the last other request",
-        "urgent_max_wait_s": "leave it out; after 10 s an urgent request takes turns with overdue",
-    }
+    """former: leave it out; after 10 s an urgent request takes turns with overdue"""
 
 
 class Lanes(Policy):

@@ -36,10 +36,7 @@ class RotationSettings(Settings):
     max_wait_s: float = Field(10.0, gt=0)
     """longest hold, and longest time without a chunk; lower it if prompts starve"""
     order: Literal["rotate", "shortest"] = "rotate"
-    """former; without effect"""
-    former: ClassVar[Mapping[str, str]] = {
-        "order": "leave it out, it has no effect; long_prompt serves short remaining work first"
-    }
+    """former: leave it out, it has no effect; long_prompt serves short remaining work first"""
 
 
 class Rotation(Policy):
