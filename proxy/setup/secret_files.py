@@ -12,7 +12,7 @@ from proxy.errors import ConfigError, Problem
 from proxy.text_files import UnreadableFileError, read_bytes, read_text
 
 if TYPE_CHECKING:
-    from proxy.config import PartialConfig, RouterConfig
+    from proxy.config import RouterConfig
 
 T = TypeVar("T")
 ADMIN_KEY: Final = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
@@ -32,12 +32,10 @@ def read_secret(
     return secret
 
 
-def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
+def secret_problems(router: RouterConfig) -> Iterator[Problem]:
     """Yield what is wrong with the configured secrets."""
-    if draft.router is None:
-        return
     for read in (admin_key, journal_key, redis_password, database_password):
-        if isinstance(secret := read(draft.router), Problem):
+        if isinstance(secret := read(router), Problem):
             yield secret
 
 

@@ -127,8 +127,7 @@ def _explain_one(
 
 def _note_discovered(config: FleetConfig, model: str | None) -> None:
     """Print a note on pools with discovered workers; raise if the model has no other workers."""
-    pools = config.discovery.pools if config.discovery else ()
-    names = ", ".join(pool.name for pool in pools if (pool.model or config.model) == model)
+    names = ", ".join(pool.name for pool in config.pools if config.model_of(pool) == model)
     if not names:
         return
     if not any(config.model_of(worker) == model for worker in config.workers):

@@ -46,7 +46,7 @@ class LaunchedEnd:
 def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that workers that hand over prompts to each other are compatible."""
     yield from offloading_problems(draft)
-    moved_by = draft.transfer
+    moved_by = draft.config.transfer
     if moved_by is None:
         return
     ends = [
@@ -63,13 +63,13 @@ def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     elif moved_by.connector == "lmcache":
         yield from _store_problems(ends)
     yield from _side_port_problems(ends)
-    first_of: dict[str | None, LaunchedEnd] = {}
+    first_of: dict[str, LaunchedEnd] = {}
     for end in ends:
         yield from _own_config_problems(moved_by, end)
-        model = draft.model_of(end.worker)
+        model = draft.config.model_of(end.worker)
         first = first_of.setdefault(model, end)
         if first is not end:
-            yield from _pair_problems(moved_by, first, end, model or "")
+            yield from _pair_problems(moved_by, first, end, model)
 
 
 def _pair_problems(
@@ -290,7 +290,7 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.workers.items():
         if (settings := worker.launch) is None:
             continue
-        moved_by = draft.transfer if worker.role in connectors.ROLES else None
+        moved_by = draft.config.transfer if worker.role in connectors.ROLES else None
         size = settings.kv_offloading_size
         flag = last_value(with_config_file(settings.args), connectors.OFFLOADING_FLAG)
         if flag is not None and (moved_by is not None or size is not None):
