@@ -9,7 +9,6 @@ from typing import Protocol
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
-from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.route_table import Route
 from proxy.core.model.types import Refusal
 from proxy.core.queue.ticket import Ticket
@@ -110,15 +109,6 @@ class WireContext(Protocol):
         request_id: bytes = b"",
     ) -> None:
         """Count a request refused by its head."""
-
-    def count_answered(
-        self,
-        finished: FinishedRequest,
-        request: Request | None,
-        sent_bytes: int,
-        request_id: bytes = b"",
-    ) -> None:
-        """Count a request that reached no worker."""
 
     def add_client(self, client: ServedClient, file: int) -> None: ...
 
