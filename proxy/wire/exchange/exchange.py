@@ -229,7 +229,9 @@ class Exchange(AttemptOwner):
 
     def uses(self, worker: Worker) -> bool:
         lease = None if self._attempt is None else self._attempt.lease
-        return lease is not None and worker in (lease.worker, lease.running_leg.worker)
+        if lease is None or self.state is DONE:
+            return False
+        return worker in (lease.worker, lease.running_leg.worker)
 
     def move(self, now: float) -> str:
         attempt = self._attempt
