@@ -127,3 +127,18 @@ async def test_what_exceeds_the_models_context_is_compacted() -> None:
     assert run.cut == 1
     assert max(outcome.prompt_tokens for outcome in run.outcomes) < 400
     assert "compacted" in " ".join(run.warnings())
+
+
+@pytest.mark.parametrize("prefix", [100, 380])
+async def test_messages_that_the_plan_does_not_count_are_compacted(prefix: int) -> None:
+    fake = FakeOpenAI(max_model_len=400, message_tokens=12)
+    fork = Session("s.1", (Turn(20, 2), Turn(20, 2)), (("system", prefix),))
+    turns = (*[Turn(2, 2)] * 20, Turn(2, 2, forks=(fork,)), *[Turn(2, 2)] * 20)
+    run = await played(fake, Session("s", turns, (("system", prefix),)), path=CHAT)
+    sent = [outcome.prompt_tokens + outcome.output_tokens for outcome in run.outcomes]
+    assert 300 < max(sent) <= 400
+    assert run.cut
+    assert [task.done for task in run.sessions] == [41]
+    if prefix == 100:  # a compacted prompt begins with the shared prefix
+        assert len({tuple(text.split()[:40]) for text in prompts(fake)}) == 1
+        assert all(outcome.context_tokens for outcome in run.outcomes[1:])

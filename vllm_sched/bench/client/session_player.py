@@ -115,6 +115,10 @@ class SessionPlayer:
     async def _play_turn(self, turn: PlannedTurn, talk: Conversation) -> bool:
         """Send a turn after its think time; return whether it was answered."""
         played = talk.played
+        # A plan does not count the template of later messages.
+        added = turn.new_tokens + self._endpoint.measure.fixed + turn.request.output_tokens
+        if not turn.restarts and talk.known + added > self._limit:
+            turn = turn.compacted(self._limit)
         talk.at += turn.think_s
         played.think_s += turn.think_s * talk.own
         body = self._body(turn, talk.transcript)  # large: made while the session thinks

@@ -23,6 +23,20 @@ class PlannedTurn:
     restarts: bool  # the prompt is the shared prefix and the new tokens only
     forks: tuple[tuple[PlannedTurn, ...], ...] = ()
     cut: bool = False  # compacted, because it did not fit the context
+    shared: tuple[Piece, ...] = ()  # the shared prefix of its session
+
+    def compacted(self, limit: float) -> PlannedTurn:
+        """Return the turn without the conversation; without the prefix too, if that is too long."""
+        request, size = self.request, _size(self.shared)
+        kept = size + self.new_tokens + request.output_tokens <= limit
+        prefix, known = (self.shared, size) if kept else ((), 0)
+        compacted = replace(
+            request,
+            prompt_tokens=known + self.new_tokens,
+            shared=(*prefix, request.shared[-1]),
+            context_tokens=known,
+        )
+        return replace(self, request=compacted, restarts=True, cut=True)
 
 
 def plan_session(begin: Request, limit: float = inf) -> tuple[PlannedTurn, ...]:
@@ -81,7 +95,7 @@ def _planned(
             context_tokens=context,
         )
         forks = tuple(tuple(_planned(fork, begin, pieces, limit)) for fork in turn.forks)
-        turns.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
+        turns.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut, session.shared))
         context = size + output
     return turns
 
