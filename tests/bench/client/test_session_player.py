@@ -51,6 +51,10 @@ async def test_a_prompt_extends_the_last_prompt_and_answer(path: str) -> None:
     assert task.seconds is not None
     assert run.outcomes[1].at >= run.outcomes[0].end + 0.2
     assert fake.most_under_way == 1
+    if path == COMPLETIONS:  # with another space, no cache would have the answer's tokens
+        one, two, _ = prompts(fake)
+        assert two.startswith(f"{one} a a a a ")
+        assert "  " not in two
     if path == CHAT:
         roles = [[message["role"] for message in body["messages"]] for body in fake.played]
         assert roles[1:] == [["user", *["assistant", "user"] * turn] for turn in (1, 2)]

@@ -37,11 +37,13 @@ class Transcript:
         self.extend("user", text)
 
     def extend(self, role: str, text: str) -> None:
-        """Append a message; without chat, its text."""
+        """Append a message; without chat, its text, and an answer as it was generated."""
         escaped = json.dumps(text)
-        self._parts.append(
-            f'{{"role":"{role}","content":{escaped}}}' if self._chat else escaped[1:-1]
-        )
+        if self._chat:
+            self._parts.append(f'{{"role":"{role}","content":{escaped}}}')
+        else:
+            space = " " if self._parts and role == "user" else ""
+            self._parts.append(f"{space}{escaped[1:-1]}")
 
     def copy(self) -> Self:
         copied = type(self)(chat=self._chat)
@@ -51,7 +53,7 @@ class Transcript:
     def field(self) -> str:
         if self._chat:
             return f'"messages":[{",".join(self._parts)}]'
-        return f'"prompt":"{" ".join(self._parts)}"'
+        return f'"prompt":"{"".join(self._parts)}"'
 
 
 @dataclass(slots=True)
