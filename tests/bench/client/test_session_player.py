@@ -82,6 +82,17 @@ async def test_sub_agents_run_at_once_and_repeat_their_parents_prompt() -> None:
     assert max(outcome.at for outcome in run.outcomes) == run.outcomes[-1].at
 
 
+async def test_think_time_is_that_which_the_task_waited_for() -> None:
+    slow = Session("s.0", (Turn(5, 2, think_s=0.3), Turn(5, 2, think_s=0.2)))
+    fast = Session("s.1", (Turn(5, 2, think_s=0.1),))
+    turns = (Turn(40, 2, forks=(slow, fast)), Turn(5, 2, think_s=0.1))
+    run = await played(FakeOpenAI(), Session("s", turns))
+    (task,) = run.sessions
+    assert task.think_s == pytest.approx(0.6)
+    assert task.seconds is not None
+    assert task.seconds >= 0.6
+
+
 async def test_turns_name_their_session_and_prefixes_are_shared() -> None:
     fake = FakeOpenAI(cached_tokens=16)
     sessions = [Session(f"s{n}", (Turn(30, 2), Turn(10, 2)), (SYSTEM,)) for n in range(2)]
