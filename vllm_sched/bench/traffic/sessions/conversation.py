@@ -73,10 +73,14 @@ def _planned(
     turns = []
     for number, turn in enumerate(session.turns):
         new, output = turn.new_tokens, turn.output_tokens
-        cut = prompt.tokens + new + output > limit
-        restarts = cut or (turn.compacts if number else own_begin)
-        if restarts and (number or cut):
+        compacts = turn.compacts and number > 0
+        if compacts:
             prompt.restart(session.shared)
+        cut = prompt.tokens + new + output > limit
+        restarts = cut or compacts or (own_begin and not number)
+        if cut and not compacts:
+            prompt.restart(session.shared)
+        if cut or compacts:
             context = min(context, prompt.tokens)
         if cut:
             output = max(1, min(output, int(limit) // 2))
