@@ -30,7 +30,7 @@ class PlayedSession:
     tenant: str = ""
     done: int = 0  # turns with a complete answer
     sub_agents: int = 0  # that ended
-    think_s: float = 0.0  # of its own turns
+    think_s: float = 0.0  # of its turns, and of the sub-agents that it waited for
     end: float | None = None  # of the last answer, once the task is finished
     failed: bool = False
 

@@ -26,6 +26,7 @@ from vllm_sched.errors import UsageError
 BLOCK_TOKENS: Final = 512
 TOKENS_TEXT: Final = f"a number of tokens, 1 to {MAX_TOKENS:,}"
 MOMENT_TEXT: Final = "milliseconds, 0 or more"
+SESSION_KEYS: Final = frozenset(["session_id", "turns"])  # of traces of sessions
 T = TypeVar("T")
 
 
@@ -137,7 +138,8 @@ class RequestTrace(TrafficFile):
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
         """Read the file once to find errors and the rate."""
         super().__init__(path, block_tokens)
-        self._kept = self._keep() if is_pipe(path) else None
+        self._is_pipe = is_pipe(path)
+        self._kept = self._keep() if self._is_pipe else None
         count, last = 0, 0.0
         for request in self._repeat():
             count += 1
@@ -178,6 +180,8 @@ class RequestTrace(TrafficFile):
         return read_lines(self._path, parse)
 
     def _request(self, entry: dict[str, Any]) -> Request:
+        if self._is_pipe and not SESSION_KEYS.isdisjoint(entry):
+            raise BadLineError("sessions are not read from a pipe; write them to a file")
         prompt = read_tokens(entry, "input_length")
         return Request(
             at=read_milliseconds(entry, "timestamp"),

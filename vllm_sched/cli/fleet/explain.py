@@ -74,6 +74,10 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     With --live, also print the load of prefill and decode workers.
     """
     live = None
+    if arguments.session and arguments.live is None:
+        raise UsageError("--session: only a running router knows sessions; add --live")
+    if arguments.tenant and not arguments.session:
+        raise UsageError("--tenant: is the tenant of a --session; add one")
     if arguments.live is not None:
         live = LiveRouter.from_config(config, arguments.fleet, arguments.live)
     status = 0

@@ -293,15 +293,22 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
         moved_by = draft.config.transfer if worker.role in connectors.ROLES else None
         size = settings.kv_offloading_size
         flag = last_value(with_config_file(settings.args), connectors.OFFLOADING_FLAG)
-        if flag is not None and (moved_by is not None or size is not None):
+        own = connectors.user_config(settings.args)
+        replaced = (own or {}).get("kv_connector") not in connectors.SET_BY_OFFLOADING
+        if flag is not None and (moved_by is not None or size is not None or replaced):
+            remedy = (
+                f"set {FIELD}: {flag} instead"
+                if own is None
+                else f"put {connectors.OFFLOADING} into {connectors.CONFIG_FLAG} instead"
+            )
             yield Problem(
                 f"workers[{index}].launch.args",
                 f"{connectors.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading "
-                f"connector, and no other; set {FIELD}: {flag} instead",
+                f"connector, and no other; {remedy}",
             )
         if size is None:
             continue
-        if connectors.user_config(settings.args) is not None:
+        if own is not None:
             yield Problem(
                 f"workers[{index}].{FIELD}",
                 f"{size:g}: launch.args has {connectors.CONFIG_FLAG} too; leave one of the two out",

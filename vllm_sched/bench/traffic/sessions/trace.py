@@ -22,6 +22,7 @@ from typing import Any, Final
 from vllm_sched.bench.traffic.sessions.conversation import first_request
 from vllm_sched.bench.traffic.traces import (
     BLOCK_TOKENS,
+    SESSION_KEYS,
     BadLineError,
     TrafficFile,
     is_pipe,
@@ -65,7 +66,7 @@ def has_sessions(path: Path) -> bool:
             entry = json.loads(next((line for line in lines if line.strip()), ""))
     except (OSError, ValueError, RecursionError):  # the reader reports the error
         return False
-    return isinstance(entry, dict) and ("session_id" in entry or "turns" in entry)
+    return isinstance(entry, dict) and not SESSION_KEYS.isdisjoint(entry)
 
 
 class SessionTrace(TrafficFile):
