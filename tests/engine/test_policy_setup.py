@@ -81,6 +81,17 @@ def test_policies_that_conflict_with_the_prefill_interval_are_refused(name: str)
         policy_setup.check_configuration(made, SyncPolicyScheduler)
 
 
+@pytest.mark.parametrize("kind", [None, SyncPolicyScheduler])
+@pytest.mark.parametrize("policies", [{}, {"lanes": {}}])
+def test_settings_that_no_scheduler_reads_are_named_in_a_warning(
+    kind: type[Scheduler] | None, policies: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="vllm.vllm_sched"):
+        policy_setup.check_configuration(config(policies), kind)
+    warned = "has no effect with vLLM's own scheduler; add --scheduler-cls" in caplog.text
+    assert warned is (kind is None and bool(policies))
+
+
 def test_nothing_is_refused_without_policies() -> None:
     made = config({}, prefill_schedule_interval=4)
     with_stages(made)

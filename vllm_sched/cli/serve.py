@@ -36,6 +36,8 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             "of `vllm serve` that is not listed below is passed on unchanged."
         ),
         allow_abbrev=False,
+        usage="%(prog)s MODEL [-h] [--policy NAME] [--set NAME.KEY=VALUE] [--trace OUT.json] "
+        "[--dry-run] [FLAG ...]",
     )
     command.add_argument(
         "model", metavar="MODEL", help=f"as for `vllm serve`; {TINY!r} is a random model for tests"

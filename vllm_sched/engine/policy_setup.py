@@ -88,8 +88,16 @@ def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | N
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
     defaults = getattr(scheduler_class, "default_policies", {})
-    policies = registry.build({**defaults, **_configured_settings(config)}, facts)
-    if scheduler_class is not None and policies:
+    settings = _configured_settings(config)
+    policies = registry.build({**defaults, **settings}, facts)
+    if scheduler_class is None:
+        if settings:
+            logger.warning(
+                "additional_config.%s has no effect with vLLM's own scheduler; "
+                "add --scheduler-cls vllm_sched.PolicyScheduler, or leave the key out",
+                CONFIG_KEY,
+            )
+    elif policies:
         refuse_unsupported(config, scheduler_class, policies)
 
 
