@@ -62,6 +62,7 @@ def test_former_settings_are_accepted_with_a_warning() -> None:
     [
         ("deferred_prefill", {"exclusive": True}, "add --policy prefill_first"),
         ("rotation", {"order": "shortest"}, "no effect; long_prompt serves short"),
+        ("lanes", {"reserve_kv": 0.2}, "leave it out; batch then leaves a tenth"),
     ],
 )
 def test_warning_of_a_former_setting_names_a_remedy(

@@ -64,9 +64,9 @@ class LanesSettings(Settings):
     urgent_max_wait_s: float = Field(10.0, gt=0)
     """former; wait after which an urgent request takes turns"""
     former: ClassVar[Mapping[str, str]] = {
-        "reserve_kv": "leave it out; batch leaves a tenth of the KV cache free",
-        "recent_s": "leave it out; batch_share applies for 5 s after the last other request",
-        "urgent_max_wait_s": "leave it out; after 10 s an urgent request takes turns with overdue",
+        "reserve_kv": "leave it out; batch then leaves a tenth of the KV cache free",
+        "recent_s": "leave it out; batch_share then applies for 5 s after other requests",
+        "urgent_max_wait_s": "leave it out; urgent requests then take turns after 10 s of wait",
     }
 
 
