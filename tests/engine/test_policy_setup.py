@@ -92,6 +92,16 @@ def test_settings_that_no_scheduler_reads_are_named_in_a_warning(
     assert warned is (kind is None and bool(policies))
 
 
+def test_contradiction_to_the_scheduler_class_names_another_class() -> None:
+    made = config({"prefill_first": {}})
+    policy_setup.check_configuration(made, PolicyScheduler)
+    with pytest.raises(UsageError, match=r"prefill_first contradicts long_prompt, .* class adds: "):
+        policy_setup.check_configuration(made, LongPromptScheduler)
+    made = config({"prefill_first": {}, "long_prompt": {}})
+    with pytest.raises(UsageError, match=r"leave one of them out"):
+        policy_setup.check_configuration(made, LongPromptScheduler)
+
+
 def test_nothing_is_refused_without_policies() -> None:
     made = config({}, prefill_schedule_interval=4)
     with_stages(made)
