@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.transfer_checks import compatibility_problems
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.workers.flags import stated_facts, with_config_file
 
 MAX_NOTE_NAMES = 5  # names in a note
 
@@ -62,11 +64,24 @@ def check_files(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_policies(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in enumerate(draft.config.workers):
-        for name, settings in (worker.launch.policies if worker.launch else {}).items():
-            try:
-                registry.settings_of(name, settings)
-            except UsageError as error:
-                yield Problem(f"workers[{index}].launch.policies", str(error))
+        for text in dict.fromkeys(_policy_errors(worker)):
+            yield Problem(f"workers[{index}].launch.policies", text)
+
+
+def _policy_errors(worker: WorkerConfig) -> Iterator[str]:
+    """Yield what is wrong with each policy, and then with all of them on this worker."""
+    if (launch := worker.launch) is None:
+        return
+    facts = stated_facts(with_config_file(launch.args), worker.stated_max_model_len)
+    checks: list[Callable[[], object]] = [
+        *(partial(registry.settings_of, *policy) for policy in launch.policies.items()),
+        partial(registry.build, launch.policies, facts),
+    ]
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            yield str(error)
 
 
 def _router(path: Path) -> int:
