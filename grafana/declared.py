@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Literal
 
-from proxy.metrics import (
-    batch_counts,
-    journal_counts,
-    no_first_token,
-    page,
-    phases,
-    replica_counts,
-    session_counts,
-    target_counts,
-    tenant_counts,
-)
+import proxy.metrics
+from proxy.metrics import page
 from proxy.metrics.exposition import Family
 from vllm_sched.policies.registry import POLICIES
 from vllm_sched.policies.types import EngineFacts
@@ -41,11 +34,11 @@ def names(name: str, kind: str) -> set[str]:
 
 
 def router_families() -> list[Family]:
-    modules = (
-        page, phases, no_first_token, tenant_counts, target_counts, batch_counts, journal_counts,
-        replica_counts, session_counts,
-    )  # fmt: skip
-    return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
+    """Return the metrics that the modules of `proxy.metrics` declare, those of `page` first."""
+    names = (module.name for module in iter_modules(proxy.metrics.__path__, "proxy.metrics."))
+    modules = [page, *(import_module(name) for name in names if name != page.__name__)]
+    values = [value for module in modules for value in vars(module).values()]
+    return [value for value in values if isinstance(value, Family)]
 
 
 def routers() -> set[str]:

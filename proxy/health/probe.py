@@ -42,24 +42,24 @@ class Prober:
         self.clock = clock
 
     async def run(self) -> None:
-        watches: dict[Worker, asyncio.Task[None]] = {}
+        tasks: dict[Worker, asyncio.Task[None]] = {}
         try:
             while True:
-                watches = {w: task for w, task in watches.items() if not task.done()}
+                tasks = {worker: task for worker, task in tasks.items() if not task.done()}
                 for worker in self.fleet.roster:
-                    if worker not in watches:
-                        watches[worker] = asyncio.create_task(self._probe_until_removed(worker))
+                    if worker not in tasks:
+                        tasks[worker] = asyncio.create_task(self._probe_until_removed(worker))
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
-            for task in watches.values():
+            for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*watches.values(), return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _probe_until_removed(self, worker: Worker) -> None:
-        with closing(WorkerProbe(self, worker)) as watch:
-            while watch.is_in_fleet:
+        with closing(WorkerProbe(self, worker)) as worker_probe:
+            while worker_probe.is_in_fleet:
                 started = self.clock()
-                await watch.probe()
+                await worker_probe.probe()
                 # Jitter spreads the parsing of pages on the event loop.
                 pause = self.settings.interval_s * random.uniform(0.9, 1.1)
                 await asyncio.sleep(max(pause - (self.clock() - started), 0))
@@ -70,15 +70,15 @@ class WorkerProbe:
         self._prober = prober
         self._fleet = prober.fleet
         self._worker = worker
-        self._spec: WorkerSpec | None = None  # that `_questions` was made for
-        self._questions: ProbeClient | None = None
+        self._spec: WorkerSpec | None = None  # that `_client` was made for
+        self._client: ProbeClient | None = None
         self._models_known_at = -math.inf
         self._models: Models | None = None
-        self._contexts = 0, 0  # configured and reported
+        self._compared_contexts = 0, 0  # configured and reported
         self._gauges: Gauges | None = None
         self._logged_reason: str | None = None  # the last reason that was logged
         self._been_up = False
-        self._written = 0
+        self._computed_tokens = 0  # at the last probe without a response
 
     @property
     def is_in_fleet(self) -> bool:
@@ -90,7 +90,7 @@ class WorkerProbe:
         try:
             models, gauges = await self._fetch()
         except SilentError as error:
-            if self._has_written():
+            if self._take_progress():
                 return  # it sends tokens, so it is busy, not down
             why = str(error)
         except ProbeError as error:
@@ -105,39 +105,40 @@ class WorkerProbe:
             return
         self._report_success(models, gauges)
 
-    def _has_written(self) -> bool:
-        before, self._written = self._written, self._worker.total_written
-        return self._written != before
+    def _take_progress(self) -> bool:
+        """Return whether the worker has computed tokens since the last probe without a response."""
+        before, self._computed_tokens = self._computed_tokens, self._worker.total_written
+        return self._computed_tokens != before
 
     def close(self) -> None:
-        if self._questions is not None:
-            self._questions.close()
+        if self._client is not None:
+            self._client.close()
 
     def _current_client(self) -> ProbeClient:
         spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
-        if self._questions is None or spec is not self._spec:
+        if self._client is None or spec is not self._spec:
             self.close()
             self._spec = spec
-            self._questions = ProbeClient(spec.url, spec.api_key, timeout_s, spec.tls)
-        self._questions.timeout_s = timeout_s
-        return self._questions
+            self._client = ProbeClient(spec.url, spec.api_key, timeout_s, spec.tls)
+        self._client.timeout_s = timeout_s
+        return self._client
 
     async def _fetch(self) -> tuple[Models | None, Gauges | None]:
         """Return models, None if they are up to date, and gauges."""
-        questions = self._current_client()
-        await questions.health()
-        gauges = await self._read_gauges(questions)
+        client = self._current_client()
+        await client.health()
+        gauges = await self._read_gauges(client)
         if restarted(self._gauges, gauges):
             self._models_known_at = -math.inf
             # A new process has an empty cache.
             self._fleet.roster.prefixes.forget(self._worker.index)
             self._worker.up_since = self._prober.clock()
         is_recent = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
-        return (None if is_recent else await questions.served_models()), gauges
+        return (None if is_recent else await client.served_models()), gauges
 
-    async def _read_gauges(self, questions: ProbeClient) -> Gauges | None:
+    async def _read_gauges(self, client: ProbeClient) -> Gauges | None:
         try:
-            page = await questions.metrics()
+            page = await client.metrics()
             return parse(page, self._prober.clock(), moves=self._worker.role in HANDOVER_ROLES)
         except ProbeError as error:
             logger.debug("worker %s: %s", self._worker.name, error)
@@ -185,14 +186,14 @@ class WorkerProbe:
             worker.spec.max_model_len or 0,
             worker.reported_max_model_len or 0,
         )
-        if contexts != self._contexts and stated > reported > 0:
+        if contexts != self._compared_contexts and stated > reported > 0:
             logger.warning(
                 "worker %s reports a context of %d tokens, less than its max_model_len of %d",
                 worker.name,
                 reported,
                 stated,
             )
-        self._contexts = contexts
+        self._compared_contexts = contexts
 
     def _report_failure(self, why: str) -> None:
         # It may come back with other models.

@@ -7,7 +7,7 @@ be read many times and need no release.
 
 from __future__ import annotations
 
-from proxy.transfer.types import NOTHING, PARAMS, Connector, Fields, Pair, text
+from proxy.transfer.types import NOTHING, PARAMS, Connector, Fields, Pair, json_bytes
 
 
 class LMCache(Connector):
@@ -27,4 +27,4 @@ class LMCache(Connector):
             "receiver_init_port": [int(init_port)],
             "receiver_alloc_port": [int(alloc_port)],
         }
-        return {PARAMS: text({"disagg_spec": receiver})}
+        return {PARAMS: json_bytes({"disagg_spec": receiver})}

@@ -21,7 +21,7 @@ from proxy.transfer.types import (
     Pair,
     PrefillResult,
     cached_tokens_in,
-    text,
+    json_bytes,
 )
 
 BOOTSTRAP_PORT = 8998
@@ -38,7 +38,7 @@ class Mooncake(Connector):
             "do_remote_prefill": False,
             "transfer_id": pair.id,
         }
-        return {PARAMS: text(params), "min_tokens": b"1"}
+        return {PARAMS: json_bytes(params), "min_tokens": b"1"}
 
     def result_of(self, pair: Pair, response: Mapping[str, Any]) -> PrefillResult:
         """Return the location of the blocks, which does not depend on the response."""
@@ -53,4 +53,4 @@ class Mooncake(Connector):
             "remote_engine_id": side.name,
             "transfer_id": pair.id,
         }
-        return PrefillResult(text(params), cached_tokens_in(response))
+        return PrefillResult(json_bytes(params), cached_tokens_in(response))

@@ -25,12 +25,12 @@ from proxy.transfer.types import (
     Pair,
     PrefillResult,
     cached_tokens_in,
+    json_bytes,
     params_of,
-    text,
 )
 
 PREFILL: Fields = {
-    PARAMS: text(
+    PARAMS: json_bytes(
         {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -86,7 +86,7 @@ class Nixl(Connector):
         if not _are_whole(params, pushed=self.config.mode == "push"):
             return PrefillResult(cached_tokens=cached_tokens_in(response))
         reported = type(params.get(CACHED)) is int
-        return PrefillResult(text(params), None if reported else cached_tokens_in(response))
+        return PrefillResult(json_bytes(params), None if reported else cached_tokens_in(response))
 
 
 def _are_whole(params: dict[str, Any], *, pushed: bool) -> bool:

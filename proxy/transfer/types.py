@@ -146,5 +146,5 @@ def params_of(response: Mapping[str, Any]) -> dict[str, Any]:
     return params if type(params) is dict else {}
 
 
-def text(params: Mapping[str, Any]) -> bytes:
+def json_bytes(params: Mapping[str, Any]) -> bytes:
     return orjson.dumps(params)

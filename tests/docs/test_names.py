@@ -1,4 +1,4 @@
-"""Functions, classes and folders named on pages exist in the code."""
+"""Functions, classes, files and folders named on pages exist in the code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.docs.test_snippets import ROOT
 PAGES = [ROOT / "docs" / name for name in ("structures.md", "extending.md")]
 NAME = re.compile(r"`((?:proxy|vllm_sched)\.[\w.]+)`")
 NAMES = sorted({name for page in PAGES for name in NAME.findall(page.read_text())})
+FILE = re.compile(r"`((?:benchmarks|deploy|docs|grafana|proxy|tests|vllm_sched)/[\w./-]*)`")
 FOLDER = re.compile(r"^((?:│   |    )*)(?:[├└]── )?(\w+)/ ", re.MULTILINE)
 
 
@@ -50,6 +51,12 @@ def names_of(node: ast.stmt) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_name_on_a_page_is_defined(name: str) -> None:
     assert is_defined(name)
+
+
+def test_files_on_a_page_exist() -> None:
+    files = {file for page in PAGES for file in FILE.findall(page.read_text())}
+    assert len(files) > 30
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
 
 
 def test_pages_contain_names() -> None:

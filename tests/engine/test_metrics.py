@@ -76,7 +76,8 @@ def test_metrics_have_their_type_help_and_labels(
         for name, (text, labels) in catalogue.items():
             family = found[f"vllm_sched_{name}"]
             assert (family.type, family.documentation) == (kind, text)
-            (first, *_) = family.samples
+            assert family.samples, f"{name}: give it a value above"
+            first = family.samples[0]
             assert set(first.labels) == {*OWN, *labels}, name
             assert first.labels.items() >= OWN.items()
     for name, label in (("step_seconds", "kind"), ("hold_seconds", "policy")):

@@ -11,15 +11,10 @@ from tests.engine.arrivals import ARRIVALS, SETS, seconds_of
 from tests.engine.continued import INEXACT, PARAMETERS
 from tests.engine.offloaded import FRESH, PROMPT, SESSIONS
 from tests.engine.offloaded import SETS as OFFLOADED
-from vllm_sched.policies import registry
 
 pytestmark = pytest.mark.engine
 
 Run = dict[str, Any]
-
-
-def test_sets_contain_every_policy() -> None:
-    assert {name for policies in SETS.values() for name in policies or ()} == set(registry.POLICIES)
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -51,10 +51,6 @@ async def test_request_with_logprobs_compiles_nothing_new(
     assert compiled.files() == compiled.at_start
 
 
-def test_sets_contain_every_policy() -> None:
-    assert {name for policies in SETS.values() for name in policies} == set(registry.POLICIES)
-
-
 @pytest.mark.parametrize("name", SETS)
 async def test_tokens_match_the_default_scheduler(
     storing: Worker, sets: Workers, name: str

@@ -191,7 +191,9 @@ WITHOUT_GRAPH = {
 def test_router_metrics_are_on_a_board_or_in_a_rule() -> None:
     variables = (series(variable.metric) for board in BOARDS for variable in board.variables)
     used = IN_BOARDS.union(IN_RULES, *variables)
-    assert families(declared.routers()) - families(used) == set(WITHOUT_GRAPH)
+    assert families(declared.routers()) - families(used) == set(WITHOUT_GRAPH), (
+        "show it on a board in grafana/boards, or give the reason in WITHOUT_GRAPH"
+    )
 
 
 def test_engine_metrics_are_on_a_board() -> None:
@@ -199,7 +201,9 @@ def test_engine_metrics_are_on_a_board() -> None:
     learned = {f"vllm_sched_fit_{name}" for name in COEFFICIENTS}
     learned |= {f"vllm_sched_mean_{of}_tokens" for of in ("prompt", "output")}
     learned.add("vllm_sched_long_chunk_tokens")
-    assert families(declared.engines()) - families(IN_BOARDS) == learned
+    assert families(declared.engines()) - families(IN_BOARDS) == learned, (
+        "show it on a board in grafana/boards, or add it to `learned`"
+    )
 
 
 def test_provisioning_matches_compose() -> None:

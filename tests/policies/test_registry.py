@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.engine import arrivals
+from tests.fleet import conftest as fleet
+from vllm_sched import policies
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
-from vllm_sched.policies.types import EngineFacts
+from vllm_sched.policies.types import EngineFacts, Policy
 
 # Of a policy's module, without its parts.
 MAX_LINES = {
     "static_batching": 120, "prefill_first": 120, "rotation": 120, "lanes": 300, "long_prompt": 300,
     "deferred_prefill": 350, "chunk_budget": 250,
 }  # fmt: skip
+TESTS = Path(__file__).parents[1]
 FACTS = EngineFacts(max_model_len=16_384, max_num_batched_tokens=512, max_num_seqs=16)
+
+
+def test_every_policy_is_one_file_in_the_registry() -> None:
+    folder = Path(policies.__path__[0])
+    for path in folder.glob("*.py"):
+        import_module(f"{policies.__name__}.{path.stem}")
+    here = [
+        kind for kind in Policy.__subclasses__() if kind.__module__.startswith(policies.__name__)
+    ]
+    assert {kind.name: kind for kind in here} == registry.POLICIES, (
+        "add the policy to POLICIES in vllm_sched/policies/registry.py"
+    )
+    assert all((folder / f"{name}.py").exists() for name in registry.POLICIES)
+
+
+@pytest.mark.parametrize("name", registry.POLICIES)
+def test_every_policy_documents_idea_source_cost_and_failure(name: str) -> None:
+    text = sys.modules[registry.POLICIES[name].__module__].__doc__ or ""
+    parts = ("Idea:", "Source:", "Cost per step:", "How it fails:")
+    assert [part for part in parts if part not in text] == [], "in the module's docstring"
+
+
+@pytest.mark.parametrize("name", registry.POLICIES)
+def test_every_policy_has_tests_and_runs_in_a_real_engine(name: str) -> None:
+    assert list(TESTS.glob(f"*/test_{name}.py")), f"add tests/policies/test_{name}.py"
+    assert any(name in (of or ()) for of in arrivals.SETS.values()), "add it to arrivals.SETS"
+    assert any(name in of for of in fleet.SETS.values()), (
+        "add it to SETS in tests/fleet/conftest.py"
+    )
 
 
 def test_names_and_settings_become_configuration() -> None:

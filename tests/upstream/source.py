@@ -55,12 +55,14 @@ def skip_without_kernels() -> None:
         pytest.skip("this vLLM has no compiled kernels, so no engine starts")
 
 
-def agrees_with_table(found: Set[str], table: Set[str]) -> bool:
-    """Return whether this release has the interfaces of a table, written for `TABLES_OF`.
+def differences_from_table(found: Set[str], table: Set[str]) -> dict[str, Set[str]]:
+    """Return how this release's interfaces differ from a table, written for `TABLES_OF`.
 
     Older releases may lack some.
     """
-    return found <= table if installed_release() < TABLES_OF else found == table
+    gone = set[str]() if installed_release() < TABLES_OF else table - found
+    differences = {"only in vLLM": found - table, "only in the table": gone}
+    return {where: names for where, names in differences.items() if names}
 
 
 def upstream_tests() -> Path:

@@ -22,10 +22,10 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wiring(connector: str, role: str, *, url: str | None = None, **settings: Any) -> Wiring:
     """Return a worker's wiring; other settings are those of `transfer` and `launch`."""
-    moved_by = {key: settings.pop(key) for key in TransferConfig.model_fields if key in settings}
+    transfer = {key: settings.pop(key) for key in TransferConfig.model_fields if key in settings}
     worker = {"name": "w", "role": role, "url": url, "launch": settings}
     return transfer_wiring(
-        TransferConfig.model_validate({"connector": connector, **moved_by}),
+        TransferConfig.model_validate({"connector": connector, **transfer}),
         WorkerConfig.model_validate(worker),
     )
 

@@ -24,6 +24,7 @@ from proxy.core.queue.fairness import FairnessSettings
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.ticket import Ticket
 from proxy.core.router import Router, RouterSettings
+from proxy.core.routing.registry import RULES
 from proxy.core.tenants.limits import Limits
 from proxy.core.tenants.tenants import Rank, Tenant, TenantSpec
 from tests.proxy.core.making import MODEL, idle, make_info
@@ -86,7 +87,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.deadline = inf  # of the next request
 
     @initialize(
-        policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
+        policy=st.sampled_from(sorted(RULES)),
         transfer=MOSTLY_TRUE,
         above=st.sampled_from([None, 1, 500]),
         roles=st.lists(ROLES, max_size=5),
@@ -451,7 +452,7 @@ def plain(ticket: Ticket) -> bool:
 class HandoverMachine(RouterMachine):
     """Mostly hand-overs."""
 
-    @initialize(policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]))
+    @initialize(policy=st.sampled_from(sorted(RULES)))
     def begin(self, policy: str) -> None:  # type: ignore[override]
         self.set_up(policy, True, 1, [*SIDES, *SIDES])
 

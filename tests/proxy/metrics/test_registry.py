@@ -462,7 +462,9 @@ def test_all_families_are_written_in_both_formats(
     found = families(metrics, openmetrics=openmetrics)
     ours = {name for name in found if name.startswith("proxy_")}
     every = {family.name for family in declared.router_families()}
-    assert {name for name in every - ours if not name.startswith("proxy_batch")} == set()
+    assert {name for name in every - ours if not name.startswith("proxy_batch")} == set(), (
+        "write it in proxy/metrics/page.py, and give it a sample in `fill_families`"
+    )
     assert ours <= every
     for name in ours:
         assert found[name].samples, name

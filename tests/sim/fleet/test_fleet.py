@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.routing.registry import RULES
 from tests.sim.making import Listed, fleet_of
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
@@ -57,7 +58,7 @@ def assert_idle(fleet: SimulatedFleet) -> None:
         assert engine.gauges(0.0).kv_usage == 0
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("policy", RULES)
 def test_every_request_ends_once_under_every_routing_rule(policy: str) -> None:
     fleet = simulated({"role": "short"}, {"role": "long"}, {}, routing={"policy": policy})
     reports: list[tuple[float, int, int]] = []

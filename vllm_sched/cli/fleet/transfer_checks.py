@@ -46,34 +46,34 @@ class LaunchedEnd:
 def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that workers that hand over prompts to each other are compatible."""
     yield from offloading_problems(draft)
-    moved_by = draft.config.transfer
-    if moved_by is None:
+    transfer = draft.config.transfer
+    if transfer is None:
         return
     ends = [
         LaunchedEnd(index, worker, worker.launch)
         for index, worker in draft.workers.items()
         if worker.launch is not None and worker.role in connectors.ROLES
     ]
-    if moved_by.connector == "shared-storage":
-        yield from _folder_problems(moved_by, ends)
+    if transfer.connector == "shared-storage":
+        yield from _folder_problems(transfer, ends)
         for end in ends:
             yield from _chunk_problems(end)
-    elif moved_by.connector == "mooncake":
-        yield from _bootstrap_problems(moved_by, ends)
-    elif moved_by.connector == "lmcache":
+    elif transfer.connector == "mooncake":
+        yield from _bootstrap_problems(transfer, ends)
+    elif transfer.connector == "lmcache":
         yield from _store_problems(ends)
     yield from _side_port_problems(ends)
     first_of: dict[str, LaunchedEnd] = {}
     for end in ends:
-        yield from _own_config_problems(moved_by, end)
+        yield from _own_config_problems(transfer, end)
         model = draft.config.model_of(end.worker)
         first = first_of.setdefault(model, end)
         if first is not end:
-            yield from _pair_problems(moved_by, first, end, model)
+            yield from _pair_problems(transfer, first, end, model)
 
 
 def _pair_problems(
-    moved_by: TransferConfig, first: LaunchedEnd, second: LaunchedEnd, served: str
+    transfer: TransferConfig, first: LaunchedEnd, second: LaunchedEnd, served: str
 ) -> Iterator[Problem]:
     """Refuse two workers of one served model that can't read each other's KV cache."""
     ours, theirs = (end.launch.model or served for end in (second, first))
@@ -83,7 +83,7 @@ def _pair_problems(
             f"{ours or 'none'}: {first.label} loads {theirs or 'none'}, and a worker can't "
             "read another model's KV cache; give both the same model",
         )
-    if moved_by.connector == "nixl":
+    if transfer.connector == "nixl":
         layout, other = (
             connectors.kv_layout(end.launch.args, end.launch.env) for end in (second, first)
         )
@@ -122,8 +122,8 @@ def _is_port(text: str) -> bool:
     return text.isdecimal() and len(text) <= MAX_PORT_DIGITS and 0 < int(text) <= LAST_PORT
 
 
-def _folder_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
-    if moved_by.path is None and any(
+def _folder_problems(transfer: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+    if transfer.path is None and any(
         connectors.user_config(end.launch.args) is None for end in ends
     ):
         yield Problem(
@@ -157,7 +157,7 @@ def _chunk_problems(end: LaunchedEnd) -> Iterator[Problem]:
         )
 
 
-def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+def _bootstrap_problems(transfer: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
     """Refuse prefill workers of Mooncake that decode workers would not find."""
     taken: dict[str, str] = {}
     for end in ends:
@@ -172,7 +172,7 @@ def _bootstrap_problems(moved_by: TransferConfig, ends: Sequence[LaunchedEnd]) -
                 f"decode workers look for {name!r}; start {engines} workers with one "
                 "engine each, or use nixl",
             )
-        port = moved_by.addresses.get(name, "").rpartition(":")[2].strip("/")
+        port = transfer.addresses.get(name, "").rpartition(":")[2].strip("/")
         sought = port or connectors.USUAL_BOOTSTRAP_PORT
         own = end.launch.env.get(connectors.BOOTSTRAP_PORT)
         if own is not None and own != sought:
@@ -204,12 +204,12 @@ def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
             )
 
 
-def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
+def _own_config_problems(transfer: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
     own = connectors.user_config(end.launch.args)
     if own is None:
         return
     if own:
-        for mismatch in _mismatches(moved_by, end.worker, own):
+        for mismatch in _mismatches(transfer, end.worker, own):
             yield end.problem("args", f"{connectors.CONFIG_FLAG} with {mismatch}")
         return
     yield end.problem(
@@ -220,7 +220,7 @@ def _own_config_problems(moved_by: TransferConfig, end: LaunchedEnd) -> Iterator
 
 
 def _mismatches(
-    moved_by: TransferConfig, worker: WorkerConfig, own: Mapping[str, Any]
+    transfer: TransferConfig, worker: WorkerConfig, own: Mapping[str, Any]
 ) -> Iterator[str]:
     parts = connectors.connector_parts(own)
     part = parts[0] if parts else own
@@ -231,18 +231,18 @@ def _mismatches(
             "there itself and fails; move it next to kv_connector"
         )
     engine = own.get("engine_id")
-    if moved_by.connector == "mooncake" and worker.role == "prefill" and engine != worker.name:
+    if transfer.connector == "mooncake" and worker.role == "prefill" and engine != worker.name:
         yield (
             f"engine_id {engine!r}: decode workers look for "
             f"{worker.name!r}, this worker's name; use that"
         )
     named = part.get("kv_connector")
-    if named not in connectors.connector_classes(moved_by.connector, moved_by.mode):
-        wanted = connectors.connector_class(moved_by.connector, moved_by.mode)
-        pushed = " with mode: push" if moved_by.mode == "push" else ""
+    if named not in connectors.connector_classes(transfer.connector, transfer.mode):
+        wanted = connectors.connector_class(transfer.connector, transfer.mode)
+        pushed = " with mode: push" if transfer.mode == "push" else ""
         place = f" first in {connectors.SEVERAL}" if is_nested else ""
         yield (
-            f"the connector {named!r}{place}: transfer is {moved_by.connector}{pushed}, "
+            f"the connector {named!r}{place}: transfer is {transfer.connector}{pushed}, "
             f"which needs {wanted}; leave the flag out, or correct one of the two"
         )
     role = connectors.ROLES[worker.role]
@@ -251,8 +251,8 @@ def _mismatches(
             f"kv_role {part.get('kv_role')!r}: a {worker.role} worker "
             f"needs {role}; leave the flag out, or correct it"
         )
-    router_s, kept_s = moved_by.lease_s or VLLM_LEASE_S, _kept_s(part)
-    if moved_by.connector == "nixl" and kept_s < router_s:
+    router_s, kept_s = transfer.lease_s or VLLM_LEASE_S, _kept_s(part)
+    if transfer.connector == "nixl" and kept_s < router_s:
         yield (
             f"kv_lease_duration {kept_s:g}: transfer.lease_s is "
             f"{router_s:g}, and blocks read after the lease may hold another prompt; give this "
@@ -270,16 +270,16 @@ def _kept_s(part: Mapping[str, Any]) -> float:
 def missing_connector(config: FleetConfig) -> Iterator[Problem]:
     """Yield a problem if launched workers need a connector that is not installed here."""
     yield from unsupported_offloading(config)
-    moved_by = config.transfer
-    if moved_by is None:
+    transfer = config.transfer
+    if transfer is None:
         return
-    if not (why := connectors.missing_requirement(moved_by.connector, moved_by.mode)):
+    if not (why := connectors.missing_requirement(transfer.connector, transfer.mode)):
         return
     if any(worker.launch and worker.role in connectors.ROLES for worker in config.workers):
         names = [name for name in connectors.CLASSES if " " not in name]
         have = [name for name in names if not connectors.missing_requirement(name)]
         others = f"choose from {', '.join(have)}" if have else "install one"
-        yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")
+        yield Problem("transfer", f"{transfer.connector!r}: {why}; {others}")
 
 
 FIELD: Final = "launch.kv_offloading_size"
@@ -290,12 +290,12 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.workers.items():
         if (settings := worker.launch) is None:
             continue
-        moved_by = draft.config.transfer if worker.role in connectors.ROLES else None
+        transfer = draft.config.transfer if worker.role in connectors.ROLES else None
         size = settings.kv_offloading_size
         flag = last_value(with_config_file(settings.args), connectors.OFFLOADING_FLAG)
         own = connectors.user_config(settings.args)
         replaced = (own or {}).get("kv_connector") not in connectors.SET_BY_OFFLOADING
-        if flag is not None and (moved_by is not None or size is not None or replaced):
+        if flag is not None and (transfer is not None or size is not None or replaced):
             remedy = (
                 f"set {FIELD}: {flag} instead"
                 if own is None
@@ -313,10 +313,10 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
                 f"workers[{index}].{FIELD}",
                 f"{size:g}: launch.args has {connectors.CONFIG_FLAG} too; leave one of the two out",
             )
-        if moved_by is not None and moved_by.connector != "nixl":
+        if transfer is not None and transfer.connector != "nixl":
             yield Problem(
                 f"workers[{index}].{FIELD}",
-                f"{size:g}: transfer is {moved_by.connector}, and only nixl is run together with "
+                f"{size:g}: transfer is {transfer.connector}, and only nixl is run together with "
                 "offloading; leave it out, or use nixl",
             )
 

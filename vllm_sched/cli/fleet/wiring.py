@@ -47,12 +47,12 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     )
 
 
-def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
+def transfer_wiring(transfer: TransferConfig, worker: WorkerConfig) -> Wiring:
     """Return one end's wiring; the user's `args` (or their file) and `env` have precedence."""
     launched = worker.launch or LaunchConfig()
-    setup = _setup_of(moved_by, worker, launched)
+    setup = _setup_of(transfer, worker, launched)
     flags = ["--enable-prompt-tokens-details"]  # shows clients the number of cached tokens
-    if moved_by.connector == "shared-storage":
+    if transfer.connector == "shared-storage":
         flags.append(connectors.NO_CHUNKS_FLAG)
     summary = []
     if (own := connectors.user_config(launched.args)) is None:
@@ -78,24 +78,24 @@ def transfer_wiring(moved_by: TransferConfig, worker: WorkerConfig) -> Wiring:
 
 
 def _setup_of(
-    moved_by: TransferConfig, worker: WorkerConfig, launched: LaunchConfig
+    transfer: TransferConfig, worker: WorkerConfig, launched: LaunchConfig
 ) -> ConnectorSetup:
-    name = connectors.connector_class(moved_by.connector, moved_by.mode)
+    name = connectors.connector_class(transfer.connector, transfer.mode)
     role = connectors.ROLES[worker.role]
     summary = f"{name} as {role}"
     config: dict[str, Any] = {"kv_connector": name, "kv_role": role}
     if launch.on_cpu():  # vLLM's default is the accelerator
         config["kv_buffer_device"] = "cpu"
-    if moved_by.connector == "nixl":
-        nixl = _nixl_setup(moved_by.lease_s, worker, launched)
+    if transfer.connector == "nixl":
+        nixl = _nixl_setup(transfer.lease_s, worker, launched)
         return ConnectorSetup(config | nixl.config, nixl.env, f"{summary}, {nixl.summary}")
-    if moved_by.connector == "shared-storage":
+    if transfer.connector == "shared-storage":
         config["kv_role"] = "kv_both"  # the connector has no roles
-        config[connectors.EXTRA_KEY] = {"shared_storage_path": moved_by.path}
-        summary = f"{name} in {moved_by.path}, prompts computed in one chunk"
-    if moved_by.connector == "mooncake" and worker.role == "prefill":
+        config[connectors.EXTRA_KEY] = {"shared_storage_path": transfer.path}
+        summary = f"{name} in {transfer.path}, prompts computed in one chunk"
+    if transfer.connector == "mooncake" and worker.role == "prefill":
         config["engine_id"] = worker.name
-        address = moved_by.addresses.get(worker.name)
+        address = transfer.addresses.get(worker.name)
         port = str(urlsplit(address).port) if address else connectors.USUAL_BOOTSTRAP_PORT
         summary += ", restart its decode workers after this worker was restarted"
         # Overrides the environment of `up`: decode workers use this port.

@@ -14,6 +14,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.router import Router
+from proxy.core.routing.registry import RULES
 from tests.proxy.core.making import (
     make_info,
     notes,
@@ -26,7 +27,6 @@ from tests.proxy.core.making import (
 )
 
 P, D = Role.PREFILL, Role.DECODE
-RULES = ["adaptive", "length", "least_loaded", "round_robin"]
 LONG = 12_000
 CACHE, SMALL_CACHE = 10_000_000, 100_000  # tokens
 

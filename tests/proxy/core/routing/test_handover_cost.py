@@ -14,6 +14,7 @@ from proxy.core.model.types import Outcome, Reason, RequestInfo, Usage
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
+from proxy.core.routing.registry import RULES
 from proxy.core.tenants.tenants import Rank
 from tests.present import present
 from tests.proxy.core.making import (
@@ -31,7 +32,6 @@ from tests.proxy.core.making import (
 )
 
 P, D = Role.PREFILL, Role.DECODE
-RULES = ["adaptive", "length", "least_loaded", "round_robin"]
 LONG = 12_000
 
 

@@ -14,6 +14,7 @@ from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.router import Router
+from proxy.core.routing.registry import RULES
 from proxy.core.tenants.tenants import Rank
 from tests.proxy.core.making import idle, make_info, placed, router_of, spec, worker_of
 
@@ -46,7 +47,7 @@ def serve(router: Router, now: float) -> tuple[str, Reason]:
     return lease.worker.name, lease.decision.reason
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("policy", RULES)
 def test_worker_that_is_well_again_is_tried_by_the_next_request(policy: str) -> None:
     router = failed_fleet(policy=policy)
     worker = worker_of(router, "a")
