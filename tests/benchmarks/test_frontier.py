@@ -13,10 +13,14 @@ import pytest
 
 from benchmarks.frontier import __main__ as frontier
 from benchmarks.frontier import report
+from benchmarks.frontier.baseline import HoldAndCap, HoldAndCapScheduler
 from benchmarks.frontier.cells import DEFAULT, UPSTREAM, VARIANTS, Cell, play_cell
 from benchmarks.frontier.loads import LOADS, prefill_s, saturated
 from benchmarks.frontier.play import Figures
+from tests.engine.schedulers import make_scheduler
 from tests.present import present
+from vllm_sched.engine import policy_setup
+from vllm_sched.policies import registry
 
 SMALL = Figures(1.0, 2.0, 0.1, 1000.0)
 
@@ -68,6 +72,16 @@ def test_any_variants_can_be_compared_and_drawn(
     verdict = f"{DEFAULT} meets its targets in 2 of 2 cells" in capsys.readouterr().out
     assert verdict is (DEFAULT in variants)
     assert (tmp_path / "out.svg").stat().st_size > 0
+
+
+def test_baseline_runs_in_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = HoldAndCapScheduler.default_policies
+    monkeypatch.setattr(HoldAndCapScheduler, "default_policies", before)  # to restore it
+    made = make_scheduler()
+    policy_setup.check_configuration(made.vllm_config, HoldAndCapScheduler)
+    (policy,) = make_scheduler(scheduler_cls=HoldAndCapScheduler)._policies
+    assert policy.name not in registry.POLICIES
+    assert isinstance(policy, HoldAndCap)
 
 
 def test_cell_is_played_by_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:
