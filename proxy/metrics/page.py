@@ -296,7 +296,7 @@ def _histograms(page: MetricsPage, metrics: Metrics) -> None:
         page.histograms(family, table.items())
     page.histograms(LOOP_LAG, [((), metrics.loop_lag)])
     phases.show(page, metrics.phases)
-    metrics.unseen.show(page)
+    metrics.no_first_token.show(page)
 
 
 def _handovers(page: MetricsPage, metrics: Metrics) -> None:

@@ -406,7 +406,7 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     router.placer.decisions["tiny", Reason.PREFIX] = 3
     router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
     lease = charge_handover(router)
-    metrics.handovers.count_prefill(lease, 1.5, bare=False)
+    metrics.handovers.count_prefill(lease, 1.5, without_params=False)
     router.leases.end_prefill(lease, 1.5, None)
     metrics.handovers.observe_transfer(lease, 1.75)
     metrics.handovers.count_warmup("done")
