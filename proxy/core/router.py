@@ -86,7 +86,7 @@ class Router:
 
     def charge_refused_read(self, tenant: Tenant | None, now: float) -> None:
         if tenant is not None:
-            billing.charge_refused(tenant, now)
+            billing.charge_refused_read(tenant, now)
 
     def counter_for(self, info: RequestInfo) -> Worker | None:
         """Return the worker to count a request's tokens, if needed."""

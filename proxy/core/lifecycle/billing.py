@@ -35,7 +35,7 @@ def ask_other_hosts(info: RequestInfo, on_decided: Decided) -> PendingDecision |
         or ledger.too_long(info.min_prompt_size) is not None
     ):
         return None
-    tokens = _tokens(info)
+    tokens = _tokens_to_charge(info)
     if ledger.remote_limits.take_from_advance(tokens):
         info.bill.decided, info.bill.exceeded = tokens, None
         return None
@@ -47,7 +47,7 @@ def ask_other_hosts(info: RequestInfo, on_decided: Decided) -> PendingDecision |
     return ledger.remote_limits.request_decision(tokens, decided)
 
 
-def _tokens(info: RequestInfo) -> int:
+def _tokens_to_charge(info: RequestInfo) -> int:
     """Return what a request may use, without what an earlier attempt has been charged."""
     tokens = info.prompt_tokens + info.expected_output * info.samples
     return max(tokens - info.bill.settled_prompt - info.bill.settled_output, 0)
@@ -66,7 +66,7 @@ def enter(
         return None
     ledger = tenant.ledger
     exceeded: LimitExceeded | None = None
-    tokens = _tokens(info)
+    tokens = _tokens_to_charge(info)
     if info.bill.entered >= 0:  # admitted for counting
         exceeded = ledger.too_long(info.min_prompt_size)
     elif info.bill.decided >= 0:
@@ -79,7 +79,7 @@ def enter(
         exceeded = ledger.enter(now, tokens, prompt)
     if exceeded is not None:
         leave(info, now)
-        _count(tenant, exceeded)
+        _count_limited(tenant, exceeded)
         return refusals.limited(info, exceeded)
     if info.bill.entered < 0:
         info.bill.entered = tokens
@@ -93,7 +93,7 @@ def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
     return None if exceeded is None else _refuse_for_now(tenant, exceeded)
 
 
-def charge_refused(tenant: Tenant, now: float) -> None:
+def charge_refused_read(tenant: Tenant, now: float) -> None:
     tenant.ledger.charge_read(now)
     tenant.notify_watches()
 
@@ -112,11 +112,11 @@ def leave_without_worker(tenant: Tenant, now: float) -> None:
 
 
 def _refuse_for_now(tenant: Tenant, exceeded: LimitExceeded) -> Refusal:
-    _count(tenant, exceeded)
+    _count_limited(tenant, exceeded)
     return refusals.limited_for_now(exceeded, exceeded.retry_after_s or 0.0)
 
 
-def _count(tenant: Tenant, exceeded: LimitExceeded) -> None:
+def _count_limited(tenant: Tenant, exceeded: LimitExceeded) -> None:
     limited, limit = tenant.totals.limited, exceeded.limit.value
     limited[limit] = limited.get(limit, 0) + 1
 
