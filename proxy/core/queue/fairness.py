@@ -47,9 +47,9 @@ class FairnessSettings:
 
 def charge(settings: FairnessSettings, tenant: Tenant, info: RequestInfo, cached: int) -> None:
     output = info.expected_output * info.samples
-    info.bill.paid = max(info.prompt_tokens - cached, 0) + settings.cached_weight * cached
-    info.bill.prepaid = output
-    tokens = info.bill.paid + settings.output_weight * output
+    info.bill.paid_prompt = max(info.prompt_tokens - cached, 0) + settings.cached_weight * cached
+    info.bill.prepaid_output = output
+    tokens = info.bill.paid_prompt + settings.output_weight * output
     tenant.charge(tokens, info.rank, free=info.bill.free)
     if not info.bill.free:
         info.bill.unsettled = tenant.estimate(tokens, info.rank)
@@ -62,9 +62,9 @@ def charge_output(settings: FairnessSettings, info: RequestInfo, tokens: float) 
 
 
 def charge_prompt(tenant: Tenant, info: RequestInfo, tokens: float) -> None:
-    tokens = max(tokens, -info.bill.paid)
+    tokens = max(tokens, -info.bill.paid_prompt)
     tenant.charge(tokens, info.rank, free=info.bill.free)
-    info.bill.paid += tokens
+    info.bill.paid_prompt += tokens
 
 
 class LeastSettled:
