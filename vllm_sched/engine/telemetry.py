@@ -246,7 +246,7 @@ class TelemetryMixin(UpstreamScheduler):
         if self._telemetry is not None:
             self._telemetry.record_gate(lane_key, closed_by)
 
-    def _record_limit(self, tokens: int) -> None:
+    def _record_budget(self, tokens: int) -> None:
         if self._telemetry is not None:
             self._telemetry.budget = tokens
 
