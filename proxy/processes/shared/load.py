@@ -17,7 +17,7 @@ from operator import add
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.core.fleet.breaker import BreakerSnapshot
-from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.remote_load import own_load
 from proxy.core.fleet.worker import NO_LIMIT
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import (
@@ -175,7 +175,7 @@ class SharedLoad:
             row = self._rows.get(worker)
             if row is None:
                 continue
-            load = own(worker)
+            load = own_load(worker)
             if urgent is not None:
                 urgent.note_requests(worker, row, load.requests)
             sheet.write_load(row, load, worker.due_at)
