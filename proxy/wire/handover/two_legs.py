@@ -105,7 +105,7 @@ class TwoLegExchange:
             return False
         pool = wire.pools.pool_for(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
-        late_s = decode_timeout_s(lease, connector.within_s if holds else inf) - spent_s
+        late_s = decode_timeout_s(lease, connector.read_within_s if holds else inf) - spent_s
         exchange.timeout_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
