@@ -83,7 +83,6 @@ class EngineStats:
                 lane_key for lane_key in self._held_by if not queue.lane_counts.waiting[lane_key]
             ]:
                 del self._held_by[lane_key]
-        # Metrics drop these when they are written.
         if self.metrics is not None and isinstance(queue, LaneQueue):
             self._count_admissions(queue, self.metrics)
         if output.total_num_scheduled_tokens:
