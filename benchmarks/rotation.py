@@ -31,15 +31,14 @@ DOCUMENT_TOKENS, DOCUMENTS = 4_500, 24
 TOKENS, PROMPTS, SHARE = (2_000, 40_000), 60, 0.8
 Policies: TypeAlias = Mapping[str, Mapping[str, Any]]
 ROTATION: Final[Policies] = {"rotation": {}}
+LONG_ABOVE_A_STEP: Final[Policies] = {"long_prompt": {"long_prefill_token_threshold": 2048}}
 VARIANTS: Final[Mapping[str, Policies]] = {
     UPSTREAM: {},
     "long_prompt": {"long_prompt": {}},
+    "long_prompt 2048": LONG_ABOVE_A_STEP,
     "rotation": ROTATION,
     "rotation, long_prompt": {**ROTATION, "long_prompt": {}},
-    "rotation, long_prompt 2048": {
-        **ROTATION,
-        "long_prompt": {"long_prefill_token_threshold": 2048},
-    },
+    "rotation, long_prompt 2048": {**ROTATION, **LONG_ABOVE_A_STEP},
 }
 Arrivals: TypeAlias = Iterator[tuple[float, Job]]
 

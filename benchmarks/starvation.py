@@ -21,12 +21,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from rich import box
@@ -38,15 +38,10 @@ from vllm_sched.bench.compare.compare import ProgressReporter, running
 from vllm_sched.bench.compare.runner import NO_REUSE, request_body
 from vllm_sched.bench.compare.workloads import TOKEN_IDS
 from vllm_sched.bench.results import engine_trace
-from vllm_sched.bench.results.engine_trace import PREFILL, WAITING
+from vllm_sched.bench.results.engine_trace import PREFILL, WAITING, Stories
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import Side, Worker, trace_flags, trace_variables, worker
 from vllm_sched.workers.tiny_model import tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from vllm_sched.bench.results.engine_trace import Stories
 
 SLOTS, SHORTS = 64, 48  # of the worker; short requests in flight
 NEVER_S = 1e6

@@ -16,9 +16,9 @@ import asyncio
 import json
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from vllm_sched.bench.compare.compare import (
     ComparisonPlan,
+    Contender,
     ProgressReporter,
     contender,
     measure,
@@ -37,11 +38,6 @@ from vllm_sched.bench.results.stats import percentile
 from vllm_sched.errors import VllmSchedError
 from vllm_sched.workers.launch import DEFAULT, Side
 from vllm_sched.workers.tiny_model import tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vllm_sched.bench.compare.compare import Contender
 
 KNOB = "--long-prefill-token-threshold"
 MEASURES = "short TTFT p99, mean long TTFT and tokens/s"

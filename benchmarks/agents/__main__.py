@@ -25,11 +25,21 @@ from rich.console import Console
 from benchmarks.agents import report
 from benchmarks.agents.play import Load, play
 from benchmarks.agents.sides import DEADLINE, ROWS, SIDES
+from vllm_sched.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table for each load, and the goodput where the peers' rule first misses."""
     args = _parse_args(argv)
+    try:
+        _compare(args)
+    except UsageError as error:
+        print(f"agents: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> None:
     console = Console(width=None if sys.stdout.isatty() else 170)
     jobs = [
         (side, Load(args.sessions, at_once, seed, args.fluid, args.slots))
@@ -44,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print(report.table(load.at_once, of_load))
     for line in report.verdicts(by_load):
         print(line)
-    return 0
 
 
 def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -17,6 +17,7 @@ from proxy.config import FleetConfig
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
 from vllm_sched.bench.traffic.types import Request
+from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.fleet.base_fleet import RequestFlight
@@ -216,6 +217,8 @@ def figures(fleet: SessionFleet, load: Load) -> Figures:
     start, end = START_S * load.at_once + WARM_UP_S, fleet.last_start
     seconds = end - start
     turns = [turn for turn in fleet.served if start <= turn.at < end]
+    if not turns:
+        raise UsageError(f"no turn was sent after the warm-up of {start:g} s; play more --sessions")
     late = [is_late(turn, fleet.alone) for turn in turns]
     judged = list(zip(turns, late, strict=True))
     good = sum(not (too_late or turn.failed or turn.tpot > TPOT_S) for turn, too_late in judged)

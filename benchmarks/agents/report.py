@@ -73,6 +73,9 @@ def verdicts(by_load: Mapping[int, RunsBySide]) -> Iterator[str]:
     peer = max(peers, key=lambda side: misses[side] or 0)
     load = misses[peer] or 0
     yield f"{peer}: fewer than {SERVED:.0%} of the turns are in time with {load} sessions at once"
+    if not all(run.goodput for run in by_load[load][peer]):
+        yield "a run of it has no turn in time: no ratio to compare"
+        return
     own = [side for side, spec in ROWS.items() if not spec.peer and side in by_load[load]]
     for side in own:
         pairs = zip(by_load[load][side], by_load[load][peer], strict=True)

@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cells_with_misses += 1
                 text = f"{DEFAULT} misses: {'; '.join(missed)}"
                 console.print(text, style="red", highlight=False)
-    met = len(cells) - cells_with_misses
-    console.print(f"{DEFAULT} meets its targets in {met} of {len(cells)} cells")
+    if DEFAULT in names:
+        met = len(cells) - cells_with_misses
+        console.print(f"{DEFAULT} meets its targets in {met} of {len(cells)} cells")
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
         content = {

@@ -67,8 +67,8 @@ def registered_baseline() -> Iterator[None]:
 class HoldAndCapScheduler(SyncPolicyScheduler):
     """For real workers, which run on processors."""
 
-    default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {HoldAndCap.name: {}}
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Not earlier: the check before the model loads refuses policies that are not registered.
+        type(self).default_policies = {HoldAndCap.name: {}}
         with registered_baseline():
             super().__init__(*args, **kwargs)

@@ -93,7 +93,7 @@ def draw(stem: Path, cells: Mapping[str, VariantFigures]) -> None:
     """
     loads: dict[str, list[VariantFigures]] = {}
     for cell, variants in cells.items():
-        if all(ratios(variants, DEFAULT)[:2]):  # not of chats or embeddings alone
+        if all(ratios(variants, UPSTREAM)[:2]):  # not of chats or embeddings alone
             loads.setdefault(cell.rpartition(", ")[2], []).append(variants)
     names = [name for name in next(iter(cells.values())) if name != UPSTREAM]
     with picture(stem, "", "", "", inches=(9.5, 7.4)) as whole:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from proxy.admin.auth import HostCheck
 from proxy.admin.body_limit import BodyLimit
@@ -100,13 +100,27 @@ def admin_app(
     app.add_middleware(HostCheck, host=host, key=key)
     for error_type in HANDLED:
         app.add_exception_handler(error_type, handle_error)
-    app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
-    app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
-    app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
+    workers, decisions = worker_routes(state, clock), decision_routes(state, clock)
+    strict = [Depends(refuse_unknown_parameters)]
+    for routes, prefix, tag in (
+        (workers, "/admin/workers", "workers"),
+        (decisions, "/admin", "decisions"),
+        (config_routes(state), "/admin", "configuration"),
+        (log_routes(state.logs), "/admin", "configuration"),
+    ):
+        app.include_router(routes, prefix=prefix, tags=[tag], dependencies=strict)
     app.include_router(page_routes(state.live))
     app.include_router(reference_routes(app))
-    app.include_router(log_routes(state.logs), prefix="/admin", tags=["configuration"])
     return app
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Refuse a misspelled parameter, such as `drain?noww=true`."""
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    if unknown := request.query_params.keys() - known:
+        why = f"unknown parameter; valid: {', '.join(sorted(known)) or 'none'}"
+        problems = [Problem(name, why) for name in sorted(unknown)]
+        raise AdminError(INVALID, "invalid", "the request has unknown parameters", problems)
 
 
 def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
@@ -214,6 +228,9 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
     @api.post("/explain", summary="Show where a request would be sent now, and why")
     async def explain(question: Question) -> Explanation:
+        if question.tenant and state.router.tenants.get(question.tenant) is None:
+            message = f"there is no tenant {question.tenant!r}"
+            raise AdminError(HTTPStatus.NOT_FOUND, "no_such_tenant", message)
         return explanation(state.router, question, state.config.model, clock())
 
     @api.get(

@@ -8,14 +8,15 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import orjson
 
 from proxy.batches import request_parsing
 from proxy.batches.request_parsing import RefusedRequestError
+from proxy.batches.scheduler import BatchScheduler
 from proxy.batches.schemas import batch_json, file_json, list_json
 from proxy.batches.storage.store import Store
+from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import (
     INPUT,
     DiskError,
@@ -25,6 +26,7 @@ from proxy.batches.types import (
     StoreFullError,
     TenantLimitError,
 )
+from proxy.config.batches import BatchesConfig
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
 from proxy.core.model.finished_request import FinishedRequest
@@ -33,15 +35,10 @@ from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.headers import status_line
 from proxy.http.local_responses import refuse, respond
+from proxy.http.request import Request, RequestHead
 from proxy.metrics.registry import CLIENT_GONE
-
-if TYPE_CHECKING:
-    from proxy.batches.scheduler import BatchScheduler
-    from proxy.batches.storage.store_thread import StoreThread
-    from proxy.config.batches import BatchesConfig
-    from proxy.http.request import Request, RequestHead
-    from proxy.wire.extension import Client
-    from proxy.wire.server import WireServer
+from proxy.wire.extension import Client
+from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 

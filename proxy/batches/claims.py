@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from proxy.batches.in_flight import BatchProgress
 from proxy.batches.storage.backend import BatchDuties
 from proxy.batches.storage.store import Store
-
-if TYPE_CHECKING:
-    from proxy.batches.in_flight import BatchProgress
-    from proxy.batches.storage.store_thread import StoreThread
-    from proxy.batches.types import LineResult
-    from proxy.wire.server import WireServer
+from proxy.batches.storage.store_thread import StoreThread
+from proxy.batches.types import LineResult
+from proxy.wire.server import WireServer
 
 IDLE_CLAIM_S = 10.0  # after it, other processes may run lines that were not sent
 

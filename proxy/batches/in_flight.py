@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
-from typing import TYPE_CHECKING
 
+from proxy.batches.line_request import LineRequest
 from proxy.batches.types import Batch, LineJob
-
-if TYPE_CHECKING:
-    from proxy.batches.line_request import LineRequest
 
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # pause after a line was refused
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from proxy.batches.storage.rows import error_result, new_id
 from proxy.batches.types import LineJob, LineResult
 from proxy.core.model.route_table import ROUTES
+from proxy.core.tenants.tenants import Tenant
 from proxy.http.request import Request, RequestHead
 from proxy.http.response_parser import ResponseParser
 from proxy.wire.exchange.exchange import Exchange
-
-if TYPE_CHECKING:
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.wire.server import WireServer
+from proxy.wire.server import WireServer
 
 # Error codes of lines without a response.
 WORKER_FAILED, ANSWER_TOO_LARGE = "worker_failed", "answer_too_large"

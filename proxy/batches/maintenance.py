@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
+from proxy.batches.storage.store import Store
+from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import INPUT, Batch, DiskError, InputProblem, Status
 from proxy.batches.validate import InputFileCheck
-
-if TYPE_CHECKING:
-    from proxy.batches.storage.store import Store
-    from proxy.batches.storage.store_thread import StoreThread
 
 Wall = Callable[[], float]
 Slices = Generator[None, None, str]  # returns a summary for the log

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
 
 from proxy.batches.clock_guard import ClockGuard
 from proxy.batches.storage.store import Store
-
-if TYPE_CHECKING:
-    from proxy.batches.storage.store_thread import StoreThread
+from proxy.batches.storage.store_thread import StoreThread
 
 PURGE_INTERVAL_S = 3600.0
 

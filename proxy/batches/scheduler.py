@@ -20,7 +20,6 @@ from functools import partial
 from itertools import count
 from math import inf
 from sys import maxsize
-from typing import TYPE_CHECKING
 
 from proxy.batches.claims import Claims
 from proxy.batches.in_flight import BatchProgress
@@ -29,14 +28,12 @@ from proxy.batches.maintenance import Maintenance, end_batch, validate_input
 from proxy.batches.purge import Purge
 from proxy.batches.spare_capacity import has_spare_capacity, within_limits
 from proxy.batches.storage.store import Store
+from proxy.batches.storage.store_thread import StoreThread
 from proxy.batches.types import Batch, DiskError, LineJob, LineResult, Status
+from proxy.config.batches import BatchesConfig
+from proxy.core.tenants.tenants import Tenant
 from proxy.metrics.batch_counts import COMPLETED, FAILED, SENT_AGAIN, BatchCounts
-
-if TYPE_CHECKING:
-    from proxy.batches.storage.store_thread import StoreThread
-    from proxy.config.batches import BatchesConfig
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.wire.server import WireServer
+from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from proxy.batches.api import BatchApi
 from proxy.batches.scheduler import BatchScheduler
+from proxy.batches.storage.backend import Backend
 from proxy.batches.storage.database import StoreLimits
 from proxy.batches.storage.store_thread import StoreThread
-
-if TYPE_CHECKING:
-    from proxy.batches.storage.backend import Backend
-    from proxy.config.batches import BatchesConfig
-    from proxy.wire.server import WireServer
+from proxy.config.batches import BatchesConfig
+from proxy.wire.server import WireServer
 
 logger = logging.getLogger(__name__)
 

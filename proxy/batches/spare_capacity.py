@@ -6,15 +6,11 @@ lines back until there is capacity.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from proxy.core.learned.bytes_per_token import BYTES_PER_TOKEN
 from proxy.core.model.types import RequestInfo
+from proxy.core.router import Router
 from proxy.core.routing.candidates import leaves_room, stops_decodes
-
-if TYPE_CHECKING:
-    from proxy.core.router import Router
-    from proxy.core.tenants.tenants import Tenant
+from proxy.core.tenants.tenants import Tenant
 
 RESERVED_SHARE = 0.5  # of each tenant limit, reserved for the tenant's other requests
 # A minimal request: a line's size is known only once it is parsed.

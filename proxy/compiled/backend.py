@@ -119,7 +119,6 @@ def add(wheel: Path, compiled: Path, platform_wheel: Path, tag: str) -> None:
 
 
 def platform_tag() -> str:
-    """Return the wheel tag of this Python and platform."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     abi = python + ("t" if sysconfig.get_config_var("Py_GIL_DISABLED") else "")
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -29,7 +29,6 @@ class AdminConfig(Block):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether the host is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

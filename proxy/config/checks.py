@@ -6,7 +6,7 @@ A check gets the valid parts of a file, so that one error does not hide the othe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 
 from proxy.config.admin import is_loopback
 from proxy.config.partial import Check, PartialConfig
@@ -44,17 +44,17 @@ FORM_BYTES = 64 * 1024  # of an upload's form, without the file
 def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
     """Check that every worker has an address, and that no two servers share one."""
     taken: dict[tuple[str, int], str] = {}
-    if router := draft.router:
-        for block, host, port in (
-            (("router",), router.host, router.port),
-            (("router", "admin"), router.admin.host, router.admin.port),
-        ):
-            path = f"{'.'.join(block)}.port"
-            if not port or not draft.has_valid(block, "host", "port"):
-                continue
-            if (other := taken.setdefault(server_at(host, port), path)) != path:
-                yield Problem(path, f"{port}: {other} is the same; change one of them")
-    for index, worker in draft.legible_workers.items():
+    router = draft.config.router
+    for block, host, port in (
+        (("router",), router.host, router.port),
+        (("router", "admin"), router.admin.host, router.admin.port),
+    ):
+        path = f"{'.'.join(block)}.port"
+        if not port or not draft.has_valid(block, "host", "port"):
+            continue
+        if (other := taken.setdefault(server_at(host, port), path)) != path:
+            yield Problem(path, f"{port}: {other} is the same; change one of them")
+    for index, worker in enumerate(draft.config.workers):
         path, place = f"workers[{index}].url", ("workers", index)
         if worker.address is None:
             no_source = worker.launch is None and worker.profile is None
@@ -70,9 +70,7 @@ def check_addresses(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_admin(draft: PartialConfig) -> Iterator[Problem]:
     """Check that an admin API that other machines reach requires a key."""
-    if (router := draft.router) is None:
-        return
-    admin, path = router.admin, "router.admin"
+    admin, path = draft.config.router.admin, "router.admin"
     if admin.key_file is not None and admin.key_env is not None:
         yield Problem(f"{path}.key_env", "key_file is given too; remove one of them")
     sure = draft.has_valid(("router", "admin"), "host", "key_file", "key_env")
@@ -86,8 +84,8 @@ def check_admin(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_tls(draft: PartialConfig) -> Iterator[Problem]:
     """Check that TLS settings for workers are complete and have an effect."""
-    blocks = {"worker_tls": draft.worker_tls}
-    for index, worker in draft.legible_workers.items():
+    blocks = {"worker_tls": draft.config.worker_tls}
+    for index, worker in enumerate(draft.config.workers):
         path = f"workers[{index}]"
         blocks[f"{path}.tls"] = worker.tls
         encrypted = worker.url is not None and worker.url.startswith("https://")
@@ -97,7 +95,7 @@ def check_tls(draft: PartialConfig) -> Iterator[Problem]:
         if worker.launch is not None and (encrypted or worker.tls is not None):
             why = "`vllm-sched up` starts workers with http:// URLs only; remove launch, or TLS"
             yield Problem(f"{path}.launch", why)
-    pools = draft.pools.items()
+    pools = enumerate(draft.config.pools)
     blocks |= {f"discovery.pools[{index}].tls": pool.tls for index, pool in pools}
     for path, block in blocks.items():
         if block is not None and (block.cert_file is None) != (block.key_file is None):
@@ -107,13 +105,14 @@ def check_tls(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_names(draft: PartialConfig) -> Iterator[Problem]:
     """Check that no two workers, pools or tenants have the same name."""
-    named: dict[str, Mapping[int, WorkerConfig | PoolConfig | TenantConfig]] = {
-        "workers": draft.legible_workers, "discovery.pools": draft.pools, "tenants": draft.tenants,
+    config = draft.config
+    named: dict[str, Sequence[WorkerConfig | PoolConfig | TenantConfig]] = {
+        "workers": config.workers, "discovery.pools": config.pools, "tenants": config.tenants,
     }  # fmt: skip
     for path, blocks in named.items():
         parts = path.split(".")
         first: dict[str, int] = {}
-        for index, block in blocks.items():
+        for index, block in enumerate(blocks):
             if not draft.has_valid((*parts, index), "name"):
                 continue
             if (other := first.setdefault(block.name, index)) != index:
@@ -124,7 +123,7 @@ def check_names(draft: PartialConfig) -> Iterator[Problem]:
 def check_journals(draft: PartialConfig) -> Iterator[Problem]:
     """Check that no two engines have the same journal."""
     first: dict[str, str] = {}
-    for index, worker in draft.legible_workers.items():
+    for index, worker in enumerate(draft.config.workers):
         for place, endpoint in enumerate(worker.journal):
             path = f"workers[{index}].journal[{place}]"
             if endpoint == AUTO:
@@ -140,7 +139,7 @@ def check_journals(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_launches(draft: PartialConfig) -> Iterator[Problem]:
     """Check that no flag of a worker contradicts the rest of the file."""
-    for index, worker in draft.legible_workers.items():
+    for index, worker in enumerate(draft.config.workers):
         if worker.launch is None:
             continue
         path = f"workers[{index}].launch.args"
@@ -160,12 +159,12 @@ def check_launches(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_short_limit(draft: PartialConfig) -> Iterator[Problem]:
     """Check that `short_limit` fits the context lengths of short and long workers."""
-    if draft.routing is None or not draft.all_have_valid("role", "model"):
+    if not draft.all_have_valid("role", "model"):
         return
-    limit = draft.routing.short_limit
-    workers = draft.all_workers
-    for model in dict.fromkeys(map(draft.model_of, workers)):
-        same = [worker for worker in workers if draft.model_of(worker) == model]
+    limit = draft.config.routing.short_limit
+    workers, model_of = draft.all_workers, draft.config.model_of
+    for model in dict.fromkeys(map(model_of, workers)):
+        same = [worker for worker in workers if model_of(worker) == model]
         if len({worker.role for worker in same}) == 1:
             continue  # the limit has no effect within one role
         if (short := _largest(same, "short")) and short[0] < limit:
@@ -184,7 +183,7 @@ def check_short_limit(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_pools(draft: PartialConfig) -> Iterator[Problem]:
     """Check that each pool has one way of discovery."""
-    for index, pool in draft.pools.items():
+    for index, pool in enumerate(draft.config.pools):
         path, place = f"discovery.pools[{index}]", ("discovery", "pools", index)
         sure = draft.has_valid(place, "selector", "dns")
         if sure and (pool.selector is None) == (pool.dns is None):
@@ -205,8 +204,7 @@ def _largest(workers: Iterable[WorkerConfig], role: str) -> tuple[int, str] | No
 
 def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
     """Check that an accepted body fits in the queue, and an uploaded file in a body."""
-    if (router := draft.router) is None:
-        return
+    router = draft.config.router
     if not draft.has_valid(("router",), "max_body_bytes"):
         return
     if router.queue.max_bytes < router.max_body_bytes:
@@ -232,8 +230,7 @@ def check_sizes(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_drain(draft: PartialConfig) -> Iterator[Problem]:
     """Check that requests have time to finish after the notice of a drain."""
-    if (router := draft.router) is None:
-        return
+    router = draft.config.router
     notice_s, drain_s = router.drain_notice_s, router.drain_s
     if notice_s and notice_s >= drain_s and draft.has_valid(("router",), "drain_s"):
         why = f"is part of drain_s, {drain_s:g}, and leaves requests no time to finish; give less"
@@ -242,7 +239,7 @@ def check_drain(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_shared(draft: PartialConfig) -> Iterator[Problem]:
     """Check that the settings of the Redis server fit its URL."""
-    if draft.router is None or (shared := draft.router.shared) is None:
+    if (shared := draft.config.router.shared) is None:
         return
     if shared.ca_file is not None and not shared.url.startswith("rediss://"):
         why = "has no effect without TLS; write the url with rediss://, or remove ca_file"
@@ -256,16 +253,17 @@ def check_roles(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a prefill worker has a decode worker of its model, a connector, and vice versa."""
     if not draft.all_have_valid("role", "model"):
         return
-    have = {(draft.model_of(worker), worker.role) for worker in draft.all_workers}
+    config = draft.config
+    have = {(config.model_of(worker), worker.role) for worker in draft.all_workers}
     blocks: list[tuple[str, WorkerConfig | PoolConfig]] = [
-        *((f"workers[{index}].role", worker) for index, worker in draft.legible_workers.items()),
-        *((f"discovery.pools[{index}].role", pool) for index, pool in draft.pools.items()),
+        *((f"workers[{index}].role", worker) for index, worker in enumerate(config.workers)),
+        *((f"discovery.pools[{index}].role", pool) for index, pool in enumerate(config.pools)),
     ]
     for path, worker in blocks:
         if worker.role not in OTHER_ROLE:
             continue
         other = OTHER_ROLE[worker.role]
-        if (draft.model_of(worker), other) not in have:
+        if (config.model_of(worker), other) not in have:
             why = "has no worker to hand over to" if other == "decode" else "gets no hand-overs"
             yield Problem(
                 path,
@@ -282,7 +280,7 @@ def check_roles(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_threshold(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a threshold of hand-overs has a transfer."""
-    above = "auto" if draft.routing is None else draft.routing.disaggregate_above
+    above = draft.config.routing.disaggregate_above
     if above != "auto" and not draft.has_transfer:
         yield Problem(
             "routing.disaggregate_above",
@@ -293,7 +291,7 @@ def check_threshold(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_transfer(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a transfer has both roles and the settings of its connector."""
-    if (transfer := draft.transfer) is None:
+    if (transfer := draft.config.transfer) is None:
         return
     connector = transfer.connector
     if _knows_workers(draft) and not any(worker.role in OTHER_ROLE for worker in draft.all_workers):
@@ -308,10 +306,10 @@ def check_transfer(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_transfer_addresses(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a transfer's addresses are of workers, in the format of the connector."""
-    if (transfer := draft.transfer) is None or not transfer.addresses:
+    if (transfer := draft.config.transfer) is None or not transfer.addresses:
         return
-    names = {worker.name for worker in draft.legible_workers.values()}
-    if _knows_workers(draft) and not draft.pools:  # pools' names come later
+    names = {worker.name for worker in draft.config.workers}
+    if _knows_workers(draft) and not draft.config.pools:  # pools' names come later
         for name in transfer.addresses.keys() - names:
             why = "no worker has this name; correct or remove it"
             yield Problem(f"transfer.addresses.{name}", why)

@@ -16,7 +16,7 @@ from proxy.config.telemetry import LogsConfig, TracingConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
 from proxy.config.types import KIB, LIST, MIB, Block, Count, FilePath, Name, Port, Seconds, says
-from proxy.config.workers import DiscoveryConfig, WorkerConfig
+from proxy.config.workers import DiscoveryConfig, PoolConfig, WorkerConfig
 
 MAX_PROCESSES = 64
 
@@ -235,8 +235,9 @@ class TransferConfig(Block):
     connection. Until a pair is connected, the router makes no hand-over between the two"""
 
 
-def _transfer(value: object) -> object:
-    return {"connector": value} if isinstance(value, str) else value
+def as_block(transfer: object) -> object:
+    """Return the block that a connector's name is short for."""
+    return {"connector": transfer} if isinstance(transfer, str) else transfer
 
 
 class FleetConfig(Block):
@@ -255,7 +256,7 @@ class FleetConfig(Block):
     """TLS settings for workers with an https:// URL and no tls of their own"""
     router: RouterConfig = RouterConfig()
     routing: RoutingConfig = RoutingConfig()
-    transfer: Annotated[TransferConfig | None, BeforeValidator(_transfer)] = None
+    transfer: Annotated[TransferConfig | None, BeforeValidator(as_block)] = None
     """KV connector between prefill and decode workers. `transfer: nixl` is short for a block
     with only the connector"""
 
@@ -275,6 +276,10 @@ class FleetConfig(Block):
         own = None if worker.tls == nothing else worker.tls
         return own or self.worker_tls or nothing
 
-    def model_of(self, worker: WorkerConfig) -> str:
+    @property
+    def pools(self) -> tuple[PoolConfig, ...]:
+        return self.discovery.pools if self.discovery else ()
+
+    def model_of(self, worker: WorkerConfig | PoolConfig) -> str:
         """Return the name that clients use for this worker's model."""
         return worker.model or self.model

@@ -15,14 +15,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from proxy.config.checks import CHECKS
-from proxy.config.fleet_file import FleetConfig, RouterConfig, RoutingConfig, TransferConfig
+from proxy.config.fleet_file import (
+    FleetConfig,
+    RouterConfig,
+    RoutingConfig,
+    TransferConfig,
+    as_block,
+)
 from proxy.config.partial import Check, PartialConfig, Place, ProblemPaths
 from proxy.config.redact import HIDDEN, is_secret, without_password
 from proxy.config.tenant_checks import TENANT_CHECKS
 from proxy.config.tenants import TenantConfig
 from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import Block, blocks_in, is_label
-from proxy.config.workers import PoolConfig, WorkerConfig
+from proxy.config.workers import DiscoveryConfig, PoolConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 from proxy.text_files import UnreadableFileError, read_text
 
@@ -57,14 +63,6 @@ MESSAGES = {
     "tuple_type": "must be a list",
 }
 
-# Fields that checks of other blocks depend on. A block with an error in one of them is left out of
-# those checks.
-SHARED_FIELDS = frozenset([
-    "name", "role", "model", "url", "host", "port", "args", "policies", "max_model_len",
-    "connector", "mode", "path", "addresses", "selector", "dns", "policy", "short_limit",
-    "models", "key_file", "keys", "tls",
-])  # fmt: skip
-
 BlockType = TypeVar("BlockType", bound=Block)
 
 
@@ -95,7 +93,7 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     problems = [*map(_problem, errors)]
     places = [*map(_place_of, errors)]
     reported = {problem.path for problem in problems} | {*map(_path, places)}
-    draft = _make_draft(data, ProblemPaths(places))
+    draft = PartialConfig(config or _valid_parts(data), ProblemPaths(places))
     for check in (*CHECKS, *TENANT_CHECKS, *also):
         problems += (problem for problem in check(draft) if problem.path not in reported)
     if problems or config is None:
@@ -141,60 +139,43 @@ def _size(data: object, sizes: dict[int, float]) -> float:
     return size
 
 
-def _make_draft(data: Mapping[str, Any], doubts: ProblemPaths) -> PartialConfig:
-    discovery = data.get("discovery")
-    workers, legible_workers = _parse_blocks(WorkerConfig, data.get("workers"))
-    pools = discovery.get("pools") if isinstance(discovery, dict) else None
-    return PartialConfig(
-        workers=workers,
-        legible_workers=legible_workers,
-        router=_parse_block(RouterConfig, data.get("router", {})),
-        routing=_parse_block(RoutingConfig, data.get("routing", {})),
-        pools=_parse_blocks(PoolConfig, pools)[1],
-        transfer=_transfer(data.get("transfer")),
+def _valid_parts(data: Mapping[str, Any]) -> FleetConfig:
+    """Return the file without its invalid fields; a block that cannot be read has its defaults."""
+    discovery, transfer, model = map(data.get, ("discovery", "transfer", "model"))
+    pools = _parse_blocks(PoolConfig, discovery.get("pools") if isinstance(discovery, dict) else ())
+    return FleetConfig.model_construct(
+        model=model if isinstance(model, str) else "",
+        discovery=DiscoveryConfig.model_construct(pools=pools) if pools else None,
+        workers=_parse_blocks(WorkerConfig, data.get("workers")),
+        tenants=_parse_blocks(TenantConfig, data.get("tenants")),
         worker_tls=_parse_block(WorkerTlsConfig, data.get("worker_tls")),
-        has_transfer=data.get("transfer") is not None,
-        tenants=_parse_blocks(TenantConfig, data.get("tenants"))[1],
-        has_tenants=bool(data.get("tenants")),
-        model=model if isinstance(model := data.get("model"), str) else None,
-        doubts=doubts,
+        router=_parse_block(RouterConfig, data.get("router")) or RouterConfig(),
+        routing=_parse_block(RoutingConfig, data.get("routing")) or RoutingConfig(),
+        transfer=_parse_block(TransferConfig, as_block(transfer)),
     )
 
 
-def _transfer(raw: object) -> TransferConfig | None:
-    return _parse_block(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
-
-
-def _parse_blocks(
-    kind: type[BlockType], blocks: object
-) -> tuple[dict[int, BlockType], dict[int, BlockType]]:
-    """Return the blocks of a list by index: blocks with valid shared fields, and all blocks."""
-    valid, legible = {}, {}
+def _parse_blocks(kind: type[BlockType], blocks: object) -> tuple[BlockType, ...]:
+    """Return the blocks of a list, at their places."""
+    parsed = []
     for index, raw in enumerate(blocks) if isinstance(blocks, list) else ():
-        errors: list[ErrorDetails] = []
-        block = _parse_block(kind, raw, f"nameless-{index}", errors)
-        if block is not None:
-            legible[index] = block
-            if not any(map(_is_shared, errors)):
-                valid[index] = block
-    return valid, legible
+        named = {"name": f"nameless-{index}"}
+        parsed.append(_parse_block(kind, raw, named) or kind.model_validate(named))
+    return tuple(parsed)
 
 
 def _parse_block(
-    kind: type[BlockType], raw: object, name: str = "", errors: list[ErrorDetails] | None = None
+    kind: type[BlockType], raw: object, required: Mapping[str, str] | None = None
 ) -> BlockType | None:
-    """Return a block without its invalid fields, or None; add their errors to `errors`."""
+    """Return a block without its invalid fields, or None; `required` are added if they lack."""
     for _ in range(MAX_ROUNDS):
         try:
             return kind.model_validate(raw)
         except ValidationError as error:
-            details = error.errors(include_url=False)
-        if errors is not None:
-            errors += details
-        for detail in details:
-            raw = _remove_field(raw, detail["loc"])
-        if name and isinstance(raw, dict):
-            raw = {"name": name} | raw
+            for detail in error.errors(include_url=False):
+                raw = _remove_field(raw, detail["loc"])
+        if required and isinstance(raw, dict):
+            raw = {**required, **raw}
     return None
 
 
@@ -204,15 +185,6 @@ def _place_of(error: ErrorDetails) -> Place:
         return location
     similar = difflib.get_close_matches(str(location[-1]), _known(_place(location)[0]), n=1)
     return (*location[:-1], *(similar or location[-1:]))
-
-
-def _is_shared(error: ErrorDetails) -> bool:
-    parts = [str(part) for part in error["loc"]]
-    if error["type"] == "extra_forbidden" and difflib.get_close_matches(
-        parts[-1], SHARED_FIELDS, n=1
-    ):
-        return True
-    return not SHARED_FIELDS.isdisjoint(parts)
 
 
 def _remove_field(raw: object, location: Sequence[int | str]) -> object:

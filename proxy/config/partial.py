@@ -1,27 +1,31 @@
-"""The valid parts of a fleet file that has errors.
+"""A fleet file without its errors, and where they are.
 
-Checks run on these parts, so that one error hides few others.
+Checks run on what is valid, so that one error hides few others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
-from proxy.config.fleet_file import RouterConfig, RoutingConfig, TransferConfig
-from proxy.config.tenants import TenantConfig
-from proxy.config.tls import WorkerTlsConfig
-from proxy.config.workers import PoolConfig, WorkerConfig
+from proxy.config.fleet_file import FleetConfig
+from proxy.config.workers import WorkerConfig
 from proxy.errors import Problem
 
 Place = tuple[int | str, ...]  # a path in the file, as in ("workers", 0, "url")
 POOLS: Place = ("discovery", "pools")
+# Fields that checks of other blocks depend on.
+SHARED_FIELDS = frozenset([
+    "name", "role", "model", "url", "host", "port", "args", "policies", "max_model_len",
+    "connector", "mode", "path", "addresses", "selector", "dns", "policy", "short_limit",
+    "models", "key_file", "keys", "tls",
+])  # fmt: skip
 
 
 class ProblemPaths:
     """The places in a file that have errors."""
 
-    def __init__(self, places: Iterable[Place] = ()) -> None:
+    def __init__(self, places: Iterable[Place]) -> None:
         self._at = frozenset(places)
         self._above = frozenset(p[:n] for p in self._at for n in range(1, len(p) + 1))
 
@@ -39,26 +43,35 @@ class ProblemPaths:
                     return True
         return False
 
+    def concerns_shared(self, block: Place) -> bool:
+        """Return whether a block, or a field in it that other checks use, has an error."""
+        below = (place[len(block) :] for place in self._at if place[: len(block)] == block)
+        return any(not inner or not SHARED_FIELDS.isdisjoint(inner) for inner in below)
+
 
 @dataclass(frozen=True, slots=True)
 class PartialConfig:
-    """The valid parts of a fleet file; invalid fields have defaults.
+    """What is valid in a fleet file: fields with errors have their defaults."""
 
-    `workers` leaves out those with an error in a field that other checks use.
-    """
+    config: FleetConfig
+    doubts: ProblemPaths
 
-    workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
-    legible_workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
-    router: RouterConfig | None = None
-    routing: RoutingConfig | None = None
-    transfer: TransferConfig | None = None
-    worker_tls: WorkerTlsConfig | None = None
-    has_transfer: bool = False  # even with errors
-    pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # by index in discovery.pools
-    tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
-    has_tenants: bool = False  # even with errors
-    model: str | None = None  # of workers without their own
-    doubts: ProblemPaths = field(default_factory=ProblemPaths)
+    @property
+    def workers(self) -> dict[int, WorkerConfig]:
+        """The workers without an error in a field that other checks use."""
+        workers = enumerate(self.config.workers)
+        return {i: w for i, w in workers if not self.doubts.concerns_shared(("workers", i))}
+
+    @property
+    def all_workers(self) -> list[WorkerConfig]:
+        """The workers of the file, and one for each pool."""
+        discovered = (pool.worker(pool.name, url=None) for pool in self.config.pools)
+        return [*self.config.workers, *discovered]
+
+    @property
+    def has_transfer(self) -> bool:
+        """Whether the file has a transfer, even with errors."""
+        return self.config.transfer is not None or self.doubts.concerns(("transfer",))
 
     def has_valid(self, place: Place, *fields: str) -> bool:
         """Return whether these fields of a block have no error."""
@@ -68,14 +81,6 @@ class PartialConfig:
         """Return whether these fields have no error in every worker and pool."""
         about_any = self.doubts.concerns_any
         return not about_any(("workers",), fields) and not about_any(POOLS, fields)
-
-    def model_of(self, worker: WorkerConfig | PoolConfig) -> str | None:
-        return worker.model or self.model
-
-    @property
-    def all_workers(self) -> list[WorkerConfig]:
-        discovered = (pool.worker(pool.name, url=None) for pool in self.pools.values())
-        return [*self.legible_workers.values(), *discovered]
 
 
 Check = Callable[[PartialConfig], Iterable[Problem]]

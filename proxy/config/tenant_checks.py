@@ -13,7 +13,7 @@ from proxy.errors import Problem
 def check_tenants(draft: PartialConfig) -> Iterator[Problem]:
     """Check that each tenant has keys of its own."""
     hashes: dict[str, str] = {}
-    for index, tenant in draft.tenants.items():
+    for index, tenant in enumerate(draft.config.tenants):
         path, block = f"tenants[{index}]", ("tenants", index)
         if not has_keys(tenant) and draft.has_valid(block, "key_hashes", "keys_file", "keys_env"):
             why = "has no key; give key_hashes, keys_file or keys_env (`vllm-sched key` makes one)"
@@ -32,10 +32,8 @@ def has_keys(tenant: TenantConfig) -> bool:
 
 def check_anonymous(draft: PartialConfig) -> Iterator[Problem]:
     """Check that a router without tenants is not open to the network by accident."""
-    router = draft.router
-    if router is None:
-        return
-    if draft.has_tenants:
+    router = draft.config.router
+    if draft.config.tenants:
         if router.allow_anonymous:
             why = "true: with tenants every request needs a key; remove this or the tenants"
             yield Problem("router.allow_anonymous", why)
@@ -62,11 +60,9 @@ def check_anonymous(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_waiting(draft: PartialConfig) -> Iterator[Problem]:
     """Check that limits on waiting and on bodies do not contradict each other."""
-    router = draft.router
-    if router is None:
-        return
+    router = draft.config.router
     fairness, queue = router.fairness, router.queue
-    queued = draft.has_tenants and draft.has_valid(("router", "queue"), "max_wait_s")
+    queued = draft.config.tenants and draft.has_valid(("router", "queue"), "max_wait_s")
     if queued and fairness.standard_age_s >= queue.max_wait_s:
         yield Problem(
             "router.fairness.standard_age_s",

@@ -10,19 +10,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
+from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import WorkerSpec
 from proxy.discovery.dns import DnsSource
 from proxy.discovery.endpoints import Endpoints
 from proxy.discovery.reconcile import DiscoveredPool
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.roster import Roster
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.model.specs import WorkerSpec
 
 logger = logging.getLogger(__name__)
 

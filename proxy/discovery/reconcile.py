@@ -82,8 +82,7 @@ class DiscoveredPool:
 
 def keys_of(config: FleetConfig) -> dict[str, str | None]:
     """Return the API key of each pool's workers by pool name."""
-    pools = () if config.discovery is None else config.discovery.pools
-    return {pool.name: key_of(pool) for pool in pools}
+    return {pool.name: key_of(pool) for pool in config.pools}
 
 
 def key_of(pool: PoolConfig) -> str | None:

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
 from proxy.core.fleet.slots import MAX_PAGE_AGE_S, share_taken
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.router import Router
+from proxy.core.router import Router
 
 MEMORY_S = 30.0
 SHORT_ABOVE, SPARE_BELOW = 0.8, 0.5  # busy shares

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.core.fleet.ejection import PoolKey
-    from proxy.core.fleet.worker import Worker
+from proxy.core.fleet.ejection import PoolKey
+from proxy.core.fleet.worker import Worker
 
 logger = logging.getLogger(__name__)
 

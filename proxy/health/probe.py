@@ -13,18 +13,15 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from proxy.config import ProbeConfig
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges, WorkerSpec
+from proxy.core.router import Router
 from proxy.errors import short_list
 from proxy.health.probe_client import Models, ProbeClient, ProbeError, SilentError
 from proxy.health.worker_metrics import parse
-
-if TYPE_CHECKING:
-    from proxy.core.router import Router
 
 logger = logging.getLogger(__name__)
 

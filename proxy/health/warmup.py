@@ -19,24 +19,22 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
 
 from proxy.core.fleet.kv_links import Lives, start_times
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
 from proxy.core.model.types import RequestInfo
+from proxy.core.router import Router
 from proxy.errors import ProxyError
 from proxy.health.probe_client import ProbeClient, ProbeError
 from proxy.health.worker_metrics import values
+from proxy.metrics.handovers import HandoverCounters
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Connector, Pair, PrefillResult, Side
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.router import Router
-    from proxy.metrics.handovers import HandoverCounters
 
 logger = logging.getLogger(__name__)
 

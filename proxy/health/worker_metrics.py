@@ -69,7 +69,6 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
 
 
 def lines(page: bytes, start: bytes) -> Iterator[bytes]:
-    """Yield the lines of a metric, which are consecutive."""
     at = 0 if page.startswith(start) else page.find(b"\n" + start) + 1
     while page.startswith(start, at):
         end = page.find(b"\n", at)

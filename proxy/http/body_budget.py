@@ -10,13 +10,9 @@ Requests without a key count as one tenant.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from proxy.core.model.refusals import RefusedError
 from proxy.core.model.types import Reason, Refusal
-
-if TYPE_CHECKING:
-    from proxy.core.tenants.tenants import Tenant, Tenants
+from proxy.core.tenants.tenants import Tenant, Tenants
 
 ANONYMOUS_ACCOUNT = ""
 ERROR_CODE, RETRY_AFTER_S = "too_many_bodies", 1.0
@@ -25,8 +21,6 @@ RESERVED_DIVISOR = 4  # a quarter is reserved, or less if the largest body would
 
 
 class BodyBudget:
-    """The bytes held, in all and per tenant."""
-
     __slots__ = (
         "_common_held", "_common_limit", "_edition", "_held_by_account", "_max_body", "_max_bytes",
         "_share", "_tenants",

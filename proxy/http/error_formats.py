@@ -35,7 +35,6 @@ class StreamFormat(StrEnum):
 
 
 def error(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
-    """Return an error body in OpenAI's format."""
     return orjson.dumps({"error": _openai(status, message, code, param)})
 
 

@@ -34,7 +34,6 @@ class KnownHead:
 
 
 def learn_head(data: bytes, length: bytes) -> KnownHead | None:
-    """Return the head at the start of `data`, or None."""
     end = data.find(b"\r\n\r\n") + 4
     at = data[:end].lower().find(CONTENT_LENGTH)
     if at < 0 or not length.isdigit():

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from proxy.core.fleet.leases import Decision
 from proxy.core.model.specs import Score
 from proxy.core.model.types import NONE, Reason, Refusal
 from proxy.http.error_formats import error_for
 from proxy.http.headers import JSON, status_line
-
-if TYPE_CHECKING:
-    from proxy.http.request import Request
+from proxy.http.request import Request
 
 
 def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:

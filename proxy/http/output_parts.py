@@ -71,8 +71,6 @@ class OutputPart:
 
 
 class OutputReader:
-    """Finds the output in the events of one stream."""
-
     __slots__ = ("_messages", "call")
 
     def __init__(self, *, messages: bool, call: int = -1) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import httptools
 
 from proxy.core.model.refusals import RefusedError
+from proxy.core.model.route_table import Route
 from proxy.core.model.types import Refusal
+from proxy.core.tenants.tenants import Tenant
 from proxy.http.head_cache import MAX_DIGITS
 from proxy.http.headers import REQUEST_HEADERS, malformed, remove_headers, tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from proxy.core.model.route_table import Route
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.http.trace import Trace
+from proxy.http.trace import Trace
 
 FALSE_VALUES = frozenset([b"", b"0", b"false", b"no", b"off"])
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])

@@ -142,8 +142,6 @@ class SentText:
 
 
 class RestOfText:
-    """Removes the beginning of a stream, which the client has."""
-
     __slots__ = ("_checksums", "_ended", "_held", "_left", "_new", "_reader", "is_reached")
 
     def __init__(

@@ -7,6 +7,7 @@ snapshot arrives.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import chain
 from math import inf
 from operator import itemgetter
@@ -17,8 +18,6 @@ from proxy.journal.request_ids import request_ids
 from proxy.journal.snapshot import JournalRequest, SnapshotReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from proxy.core.learned.resident_prefixes import ResidentPrefixes
 
 MAX_STREAM_TOKENS: Final = 131_072

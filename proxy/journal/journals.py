@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import Worker
 from proxy.core.learned.resident_prefixes import ResidentPrefixes, name_of
+from proxy.core.model.types import RequestInfo
 from proxy.metrics.journal_counts import JournalCount
 
 if TYPE_CHECKING:
     import zmq
 
-    from proxy.core.fleet.roster import Roster
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.model.types import RequestInfo
     from proxy.journal.engine_state import EngineJournal
     from proxy.journal.subscriber import JournalSubscriber
 
@@ -27,8 +27,6 @@ MAX_SOCKETS: Final = 16_384
 
 
 class Journals:
-    """Reads the journals that the fleet's workers have."""
-
     def __init__(self, roster: Roster, key: bytes | None) -> None:
         self._roster = roster
         self._key = key

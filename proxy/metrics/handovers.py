@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import HandoverDecision, Lease
+from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.metrics.histogram import TTFT_BOUNDS, Histograms, forget
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import HandoverDecision, Lease
-    from proxy.core.router import Router
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import NONE
 from proxy.metrics.exposition import OTHER, MetricsPage, histogram
 from proxy.metrics.histogram import DURATION_BOUNDS, LEFT_BOUNDS, Histogram, Histograms, forget
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
 
 # Above this many series, those of removed workers are dropped. If none can be dropped, new workers
 # share the label `other`.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Decision
-    from proxy.core.model.types import Reason, RequestInfo
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.http.trace import Trace
+from proxy.core.fleet.leases import Decision
+from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.tenants.tenants import Tenant
+from proxy.http.trace import Trace
 
 
 class ObservedRequest(Protocol):

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prometheus_client import ProcessCollector
 
@@ -20,9 +20,7 @@ from proxy.core.request.continuable import REASONS
 from proxy.metrics import journal_counts, phases, replica_counts, session_counts
 from proxy.metrics.exposition import SLICE_LINES, Family, MetricsPage, counter, gauge, histogram
 from proxy.metrics.histogram import Histogram
-
-if TYPE_CHECKING:
-    from proxy.metrics.registry import Metrics
+from proxy.metrics.registry import Metrics
 
 VERSION = metadata.version("vllm-sched")
 WORKER = ("worker", "role", "model")

@@ -22,8 +22,6 @@ PHASES = histogram(
 
 
 class Phases:
-    """Phase histograms of one pool, model and class."""
-
     __slots__ = ("seen",)
 
     def __init__(self) -> None:

@@ -11,11 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from proxy.core.fleet.leases import Lease
+from proxy.core.model.finished_request import FinishedRequest
 from proxy.core.model.route_table import BY_NAME
-from proxy.core.model.types import NONE
+from proxy.core.model.types import NONE, Reason, RequestInfo
+from proxy.core.router import Router
 from proxy.core.tenants.tenants import Rank
+from proxy.http.trace import Trace
 from proxy.metrics.batch_counts import BatchCounts
 from proxy.metrics.exposition import OTHER
 from proxy.metrics.handovers import HandoverCounters
@@ -31,18 +35,11 @@ from proxy.metrics.histogram import (
 )
 from proxy.metrics.journal_counts import JournalCount
 from proxy.metrics.no_first_token import NoFirstToken
+from proxy.metrics.observed import ObservedRequest, Recorder
 from proxy.metrics.phases import Phases
 from proxy.metrics.recent import RecentRequests
 from proxy.metrics.target_counts import TargetCounts
 from proxy.metrics.tenant_counts import TenantCounts
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.model.finished_request import FinishedRequest
-    from proxy.core.model.types import Reason, RequestInfo
-    from proxy.core.router import Router
-    from proxy.http.trace import Trace
-    from proxy.metrics.observed import ObservedRequest, Recorder
 
 MAX_MODELS = 100
 # Above this, series of removed workers are dropped; if there are none, new workers become `other`.

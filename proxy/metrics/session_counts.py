@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from proxy.core.learned.sessions import TURNS
 from proxy.metrics.exposition import MetricsPage, counter, gauge
-
-if TYPE_CHECKING:
-    from proxy.metrics.registry import Metrics
+from proxy.metrics.registry import Metrics
 
 SESSIONS = gauge("proxy_sessions", "Sessions with a turn in the last hour, at most.")
 TURNS_SERVED = counter(

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
-from typing import TYPE_CHECKING
 
-from proxy.core.queue.latency_admission import NO_TARGETS
+from proxy.core.model.finished_request import FinishedRequest
+from proxy.core.model.types import RequestInfo
+from proxy.core.queue.latency_admission import NO_TARGETS, AdmissionSettings
 from proxy.metrics.exposition import MetricsPage, counter
-
-if TYPE_CHECKING:
-    from proxy.core.model.finished_request import FinishedRequest
-    from proxy.core.model.types import RequestInfo
-    from proxy.core.queue.latency_admission import AdmissionSettings
 
 TARGETS = counter(
     "proxy_targets",

@@ -7,13 +7,10 @@ the label `other`. A removed tenant keeps its label.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from proxy.core.tenants.tenants import Tenant, Tenants
 from proxy.metrics.exposition import OTHER, MetricsPage, counter, gauge, histogram
 from proxy.metrics.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histograms
-
-if TYPE_CHECKING:
-    from proxy.core.tenants.tenants import Tenant, Tenants
 
 MAX_TENANTS = 100
 

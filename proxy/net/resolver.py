@@ -72,8 +72,6 @@ def _address_text(address: tuple[Any, ...]) -> str:
 
 
 class Resolver:
-    """A cache of look-ups, each in a thread."""
-
     def __init__(self, ask: Callable[[str], Addresses] = resolve) -> None:
         self._ask = ask
         self._cached: dict[str, CachedLookup] = {}

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from proxy.config import FleetConfig, PartialConfig, TlsConfig, WorkerTlsConfig
+from proxy.config import FleetConfig, TlsConfig, WorkerTlsConfig
 from proxy.errors import ConfigError, Problem, ProxyError
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ class TlsError(ProxyError):
 
 
 class ServedContext:
-    """The TLS context of a port, which a reload can change."""
-
     def __init__(self, config: TlsConfig) -> None:
         self.context = server_context(config)
 
@@ -165,19 +163,19 @@ def _modified_ns(path: Path) -> int:
         return 0
 
 
-def tls_problems(draft: PartialConfig) -> Iterator[Problem]:
-    if router := draft.router:
-        yield from _problems("router.tls", router.tls)
-        yield from _problems("router.admin.tls", router.admin.tls)
-        if router.shared is not None and (file := router.shared.ca_file) is not None:
-            try:
-                _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), file, "ca_file")
-            except TlsError as error:
-                yield Problem(f"router.shared.{error.field}", error.why)
-    yield from _problems("worker_tls", draft.worker_tls)
-    for index, worker in draft.legible_workers.items():
+def tls_problems(config: FleetConfig) -> Iterator[Problem]:
+    router = config.router
+    yield from _problems("router.tls", router.tls)
+    yield from _problems("router.admin.tls", router.admin.tls)
+    if router.shared is not None and (file := router.shared.ca_file) is not None:
+        try:
+            _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), file, "ca_file")
+        except TlsError as error:
+            yield Problem(f"router.shared.{error.field}", error.why)
+    yield from _problems("worker_tls", config.worker_tls)
+    for index, worker in enumerate(config.workers):
         yield from _problems(f"workers[{index}].tls", worker.tls)
-    for index, pool in draft.pools.items():
+    for index, pool in enumerate(config.pools):
         yield from _problems(f"discovery.pools[{index}].tls", pool.tls)
 
 
@@ -195,13 +193,7 @@ def _problems(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[
 
 def check_tls(config: FleetConfig, source: str) -> None:
     """Load all TLS files of a fleet file; raise `ConfigError` if any can't be used."""
-    draft = PartialConfig(
-        router=config.router,
-        worker_tls=config.worker_tls,
-        legible_workers=dict(enumerate(config.workers)),
-        pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
-    )
-    if problems := list(tls_problems(draft)):
+    if problems := list(tls_problems(config)):
         raise ConfigError(source, problems)
     for worker in config.workers:
         to_worker(config.tls_of(worker))  # so that no request waits for the files

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import asyncio
-
-    from proxy.processes.channel import Channel
+from proxy.processes.channel import Channel
 
 
 class Child:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from proxy.core.fleet.worker import Worker
 from proxy.core.learned.latency import PARTS, LatencyModel
+from proxy.core.router import Router
+from proxy.discovery.discovery import Discovery
+from proxy.discovery.endpoints import Endpoints
 from proxy.processes.ipc_messages import KnownWorker, WorkersChanged
 from proxy.processes.shared.load import SharedLoad, WorkerRows
 from proxy.processes.shared.process_sheet import MAX_WORKERS
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.router import Router
-    from proxy.discovery.discovery import Discovery
-    from proxy.discovery.endpoints import Endpoints
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +33,6 @@ class AssignedRow(NamedTuple):
 
 
 class FleetReplica:
-    """Sends the leader's fleet, or applies what the leader sends."""
-
     def __init__(
         self,
         router: Router,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.processes.child import Child
-    from proxy.processes.ipc_messages import IpcAnswer, IpcQuestion
+from proxy.processes.child import Child
+from proxy.processes.ipc_messages import IpcAnswer, IpcQuestion
 
 logger = logging.getLogger(__name__)
 

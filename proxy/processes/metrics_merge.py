@@ -108,7 +108,6 @@ def own_counts(page: Page) -> Page:
 
 
 def series_missing_in(page: Page, other: Page) -> Page:
-    """Return the series that another page does not have."""
     left: Page = {}
     for name, family in page.items():
         other_series = other.get(name, NO_FAMILY).series

@@ -7,14 +7,11 @@ because the sum must not decrease.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from proxy.metrics.page import PROCESSES, RESTARTS
 from proxy.metrics.replica_counts import ALONE, ReplicaCounts
 from proxy.processes import metrics_merge
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class MetricsTotals:

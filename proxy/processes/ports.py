@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proxy.admin.port import admin_socket
-
-if TYPE_CHECKING:
-    from proxy.config.fleet_file import RouterConfig
-    from proxy.processes.ipc_messages import Address
+from proxy.config.fleet_file import RouterConfig
+from proxy.processes.ipc_messages import Address
 
 
 class Ports:
@@ -33,7 +31,6 @@ class Ports:
         return tuple((sock.family, sock.getsockname()) for sock in self._shared)
 
     async def reserve(self, router: RouterConfig) -> None:
-        """Reserve the ports; raise `OSError` if one is in use."""
         try:
             await self._reserve_ports(router)
         except OSError:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig
+from proxy.config import FleetConfig
 
 MAX_AUTOMATIC_PROCESSES = 8
 # Quota and period in microseconds; the quota may be `max`.

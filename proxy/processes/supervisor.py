@@ -22,9 +22,10 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proxy.config import FleetConfig, load
+from proxy.config.shared import SharedConfig
 from proxy.errors import ProxyError
 from proxy.metrics.replica_counts import ALONE
 from proxy.processes.channel import Channel
@@ -54,9 +55,6 @@ from proxy.processes.watchdog import kill_hung
 from proxy.setup.app import url_of
 from proxy.setup.secrets import SecretKeys
 from proxy.wire.bind import retry_until_free
-
-if TYPE_CHECKING:
-    from proxy.config.shared import SharedConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from proxy.processes.child import Child
 from proxy.processes.shared.process_sheet import ALIVE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from proxy.processes.child import Child
-    from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 
 logger = logging.getLogger(__name__)
 

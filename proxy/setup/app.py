@@ -42,6 +42,7 @@ from proxy.status_page.snapshot import LiveState
 from proxy.telemetry.logs import Logs
 from proxy.telemetry.tracing import Tracing
 from proxy.transfer.registry import connector
+from proxy.transfer.types import Connector
 from proxy.wire.bind import retry_until_free
 from proxy.wire.exchange.moves import MovedRequests
 from proxy.wire.server import WireServer
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from proxy.admin.server import AdminServer
     from proxy.batches.service import Batches
     from proxy.health.warmup import Warmup
-    from proxy.transfer.types import Connector
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,6 @@ class SiblingProcesses(Protocol):
 
 
 class App:
-    """A router with everything around it, from one fleet file."""
-
     def __init__(
         self,
         config: FleetConfig,

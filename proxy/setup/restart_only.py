@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig, TlsConfig, WorkerConfig
-    from proxy.config.admin import AdminConfig
+from proxy.config import FleetConfig, TlsConfig, WorkerConfig
+from proxy.config.admin import AdminConfig
 
 RESTART_ONLY = (
     "host",
@@ -73,7 +70,6 @@ def _shown(now: TlsConfig | None, before: TlsConfig | None) -> TlsConfig | None:
 
 
 def restart_only_changes(config: FleetConfig, started: FleetConfig) -> list[str]:
-    """Return the paths of changed settings that need a restart."""
     effective = as_started(config, started)
     changed = [
         f"router.{name}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, AnyStr, Final, TypeVar
 
 from proxy.errors import ConfigError, Problem
 from proxy.text_files import UnreadableFileError, read_bytes, read_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from proxy.config import PartialConfig, RouterConfig
+    from proxy.config import RouterConfig
 
 T = TypeVar("T")
 ADMIN_KEY: Final = re.compile(r"[!-~]{16,512}")  # shorter keys could be guessed
@@ -33,12 +32,10 @@ def read_secret(
     return secret
 
 
-def secret_problems(draft: PartialConfig) -> Iterator[Problem]:
+def secret_problems(router: RouterConfig) -> Iterator[Problem]:
     """Yield what is wrong with the configured secrets."""
-    if draft.router is None:
-        return
     for read in (admin_key, journal_key, redis_password, database_password):
-        if isinstance(secret := read(draft.router), Problem):
+        if isinstance(secret := read(router), Problem):
             yield secret
 
 
@@ -74,7 +71,6 @@ def journal_key(router: RouterConfig) -> bytes | Problem | None:
 
 
 def redis_password(router: RouterConfig) -> str | Problem | None:
-    """Return the password of the Redis server that replicas share."""
     file = None if router.shared is None else router.shared.password_file
     return _password("router.shared.password_file", file)
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from proxy.config import FleetConfig
 from proxy.discovery import reconcile
 from proxy.setup import tenancy
 from proxy.setup.secret_files import admin_key, journal_key, read_secret, redis_password
-
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,6 @@ def router_settings(config: FleetConfig) -> RouterSettings:
 
 
 def admission_settings(admission: AdmissionConfig) -> AdmissionSettings | None:
-    """Return the targets by class; None without a target."""
     ttft_s, tpot_s = (
         {
             rank: target_s

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
-from proxy.config import FleetConfig, PartialConfig, TenantConfig
+from proxy.config import FleetConfig, TenantConfig
 from proxy.config.admin import is_loopback
 from proxy.config.tenant_checks import has_keys
 from proxy.core.tenants.tenants import Tenants
@@ -38,10 +38,10 @@ def read_keys(
     return keys
 
 
-def key_problems(draft: PartialConfig) -> list[Problem]:
+def key_problems(config: FleetConfig) -> list[Problem]:
     """Return what is wrong with the keys of tenants that name a source of keys."""
     problems: list[Problem] = []
-    with_keys = ((index, tenant) for index, tenant in draft.tenants.items() if has_keys(tenant))
+    with_keys = [pair for pair in enumerate(config.tenants) if has_keys(pair[1])]
     _keys(with_keys, os.environ, problems)
     return problems
 

@@ -15,15 +15,13 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
+from proxy.metrics.registry import Metrics
 from proxy.status_page.recorder import FIELDS, LiveRecorder, LiveUpdate, UpdateRequest
-
-if TYPE_CHECKING:
-    from proxy.metrics.registry import Metrics
-    from proxy.status_page.snapshot import LiveCounts, LiveState
+from proxy.status_page.snapshot import LiveCounts, LiveState
 
 BEAT_INTERVAL_S = 0.25
 STATE_EVERY_BEATS = 4  # in beats

@@ -13,16 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from proxy.core.model.types import Reason
+from proxy.metrics.observed import ObservedRequest
 from proxy.metrics.recent import text
-from proxy.metrics.registry import class_of
-
-if TYPE_CHECKING:
-    from proxy.core.model.types import Reason
-    from proxy.metrics.observed import ObservedRequest
-    from proxy.metrics.registry import Metrics
-    from proxy.status_page.snapshot import LiveCounts
+from proxy.metrics.registry import Metrics, class_of
+from proxy.status_page.snapshot import LiveCounts
 
 WINDOW_S = 60.0
 MIN_TICK_INTERVAL_S = 0.02  # the page draws one pixel per 50 ms

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 from operator import add, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from proxy.core.fleet.worker import Worker
+from proxy.core.tenants.tenants import Tenant
 from proxy.health.worker_state import state, why_not
 from proxy.metrics.histogram import GAP_BOUNDS, TTFT_BOUNDS, Histogram
 from proxy.metrics.page import VERSION
+from proxy.metrics.registry import Metrics
 from proxy.status_page.window import COPY_INTERVAL_S, Window, quantile
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.metrics.registry import Metrics
 
 MAX_WORKERS = 500
 MAX_TENANTS = 100

@@ -10,20 +10,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
+from proxy.config import FleetConfig
 from proxy.config.redact import HIDDEN, is_secret
+from proxy.core.model.types import Reason, RequestInfo
+from proxy.metrics.observed import ObservedRequest
 from proxy.metrics.recent import text
-from proxy.metrics.registry import BATCH, CLIENT_GONE, class_of
+from proxy.metrics.registry import BATCH, CLIENT_GONE, Metrics, class_of
 from proxy.telemetry.log_writer import LogWriter
-
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig
-    from proxy.core.model.types import Reason, RequestInfo
-    from proxy.metrics.observed import ObservedRequest
-    from proxy.metrics.registry import Metrics
 
 OWN_LOGGERS = ("proxy", "vllm_sched")
 PREFIX = "%(asctime)s %(levelname)s "

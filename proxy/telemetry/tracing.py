@@ -12,16 +12,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from proxy.config.telemetry import TracingConfig
+from proxy.core.model.types import Reason
 from proxy.errors import ProxyError
 from proxy.http.trace import Trace, WorkerSpan, new_id
+from proxy.metrics.observed import ObservedRequest
 from proxy.metrics.registry import class_of
-
-if TYPE_CHECKING:
-    from proxy.config.telemetry import TracingConfig
-    from proxy.core.model.types import Reason
-    from proxy.metrics.observed import ObservedRequest
 
 logger = logging.getLogger(__name__)
 

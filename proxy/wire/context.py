@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Awaitable, Callable, Collection
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.route_table import Route
+from proxy.core.model.types import Refusal
+from proxy.core.queue.ticket import Ticket
+from proxy.core.router import Router
+from proxy.http.body_budget import BodyBudget
+from proxy.http.request import Request, RequestHead
+from proxy.metrics.registry import Metrics
+from proxy.transfer.types import Connector
+from proxy.wire.exchange.continuation_log import ContinuationLog
+from proxy.wire.exchange.request_record import RequestRecord
+from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.extension import Client, Conversation
-
-if TYPE_CHECKING:
-    import ssl
-
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.model.finished_request import FinishedRequest
-    from proxy.core.model.route_table import Route
-    from proxy.core.model.types import Refusal
-    from proxy.core.queue.ticket import Ticket
-    from proxy.core.router import Router
-    from proxy.http.body_budget import BodyBudget
-    from proxy.http.request import Request, RequestHead
-    from proxy.metrics.registry import Metrics
-    from proxy.transfer.types import Connector
-    from proxy.wire.exchange.continuation_log import ContinuationLog
-    from proxy.wire.exchange.request_record import RequestRecord
-    from proxy.wire.exchange.tokenize import TokenizeRequest
-    from proxy.wire.large_body_queue import LargeBodyQueue
-    from proxy.wire.settings import WireSettings
-    from proxy.wire.worker.pool import ConnectionPools
-    from proxy.wire.write_batch import WriteBatch
+from proxy.wire.large_body_queue import LargeBodyQueue
+from proxy.wire.settings import WireSettings
+from proxy.wire.worker.pool import ConnectionPools
+from proxy.wire.write_batch import WriteBatch
 
 
 class Expiring(Protocol):
@@ -113,15 +109,6 @@ class WireContext(Protocol):
         request_id: bytes = b"",
     ) -> None:
         """Count a request refused by its head."""
-
-    def count_answered(
-        self,
-        finished: FinishedRequest,
-        request: Request | None,
-        sent_bytes: int,
-        request_id: bytes = b"",
-    ) -> None:
-        """Count a request that reached no worker."""
 
     def add_client(self, client: ServedClient, file: int) -> None: ...
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from proxy.core.model.route_table import OWN
+from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
-
-if TYPE_CHECKING:
-    from proxy.core.model.route_table import Route
-    from proxy.http.request import Request, RequestHead
-
+from proxy.http.request import Request, RequestHead
 
 BATCH_PATHS = ("/v1/files/", "/v1/batches/")
 BATCH_ROUTES = frozenset(OWN)

@@ -20,42 +20,40 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proxy.core.model import refusals
 from proxy.core.model.finished_request import FinishedRequest
+from proxy.core.model.route_table import Route
 from proxy.core.model.types import NONE, Refusal
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.client_fields import has_address
 from proxy.core.request.route_lookup import find
+from proxy.core.router import Router
 from proxy.http.body_budget import BodyBudget
+from proxy.http.request import Request, RequestHead
 from proxy.metrics.page import write_page
+from proxy.metrics.registry import Metrics
+from proxy.transfer.types import Connector
 from proxy.wire import extension
 from proxy.wire.client import local_endpoints
 from proxy.wire.client.auth import identify
 from proxy.wire.client.connection import ClientConnection
 from proxy.wire.client.origin_check import page_refusal
+from proxy.wire.context import Expiring, ServedClient, ServedExchange
 from proxy.wire.exchange.continuation_log import ContinuationLog
 from proxy.wire.exchange.exchange import Exchange
 from proxy.wire.exchange.failover import Failover
 from proxy.wire.exchange.moves import Moves
 from proxy.wire.exchange.request_record import RequestRecord
 from proxy.wire.exchange.tokenize import TokenizeRequest
+from proxy.wire.extension import Conversation, Extension
 from proxy.wire.large_body_queue import LargeBodyQueue
 from proxy.wire.listener import Listener
 from proxy.wire.settings import WireSettings
 from proxy.wire.ticks import Ticks
 from proxy.wire.worker.pool import ConnectionPools
 from proxy.wire.write_batch import WriteBatch
-
-if TYPE_CHECKING:
-    from proxy.core.model.route_table import Route
-    from proxy.core.router import Router
-    from proxy.http.request import Request, RequestHead
-    from proxy.metrics.registry import Metrics
-    from proxy.transfer.types import Connector
-    from proxy.wire.context import Expiring, ServedClient, ServedExchange
-    from proxy.wire.extension import Conversation, Extension
 
 logger = logging.getLogger(__name__)
 

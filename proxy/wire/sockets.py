@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from array import array
 from fcntl import ioctl
 from termios import TIOCOUTQ
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 def socket_of(transport: asyncio.Transport) -> socket.socket | None:
-    """Return the socket of a transport; None once it is closed."""
     raw: socket.socket | None = transport.get_extra_info("socket")
     return raw if raw is not None and raw.fileno() >= 0 else None
 

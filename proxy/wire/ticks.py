@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.metrics.histogram import Histogram
+from proxy.metrics.histogram import Histogram
 
 # The short tick is only for the queue and short waits: an idle router's tick costs 150 us.
 SWEEP_INTERVAL_S = 0.2

@@ -8,10 +8,8 @@ engine may hang while its HTTP server lives.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.leases import Lease
 
 SLOW_STEP_S = 0.5  # without measured steps
 LATE_FACTOR = 4.0  # times the predicted duration

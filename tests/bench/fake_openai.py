@@ -29,6 +29,7 @@ class FakeOpenAI:
     knows_ignore_eos: bool = True
     tells_usage: bool = True
     counts: int | None = None  # token count of every prompt
+    message_tokens: int = 0  # added by the template to each message
     longest_answer: int = 1_000_000
     cached_tokens: int | None = None  # reported for every prompt
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
@@ -81,7 +82,8 @@ class FakeOpenAI:
         return web.json_response({"count": self._count(await request.json())})
 
     def _count(self, body: dict[str, Any]) -> int:
-        return tokens(body) if self.counts is None else self.counts
+        template = self.message_tokens * len(body.get("messages", ()))
+        return tokens(body) + template if self.counts is None else self.counts
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.agents import play as playing
 from benchmarks.agents import real, report
+from benchmarks.agents.__main__ import main
 from benchmarks.agents.peers import CacheAware, queue_scores
 from benchmarks.agents.play import Figures, Load, fleet_of, play
 from benchmarks.agents.sessions import sessions
@@ -83,6 +84,15 @@ def test_the_load_where_the_peers_rule_first_misses() -> None:
     assert list(report.verdicts({16: found[16]})) == ["a peers' rule serves every load"]
     (line,) = report.verdicts({16: {OURS: [SOME]}})
     assert line.startswith("no peers' rule was played")
+    none_in_time = {SCORES: [SOME, replace(SOME, goodput=0.0)], OURS: [SOME, SOME]}
+    assert "no ratio" in list(report.verdicts({24: none_in_time}))[1]
+
+
+def test_too_few_sessions_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--sessions=1", "--at-once=1", "--seeds=4", "--rows=ours", "--jobs=1"]
+    assert main(["--fluid", *few]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "agents: no turn was sent after the warm-up of 315 s; play more --sessions"
 
 
 async def test_the_sides_play_sessions_of_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

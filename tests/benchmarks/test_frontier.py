@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.frontier import __main__ as frontier
 from benchmarks.frontier import report
+from benchmarks.frontier.baseline import HoldAndCap, HoldAndCapScheduler
 from benchmarks.frontier.cells import DEFAULT, UPSTREAM, VARIANTS, Cell, play_cell
 from benchmarks.frontier.loads import LOADS, prefill_s, saturated
 from benchmarks.frontier.play import Figures
+from tests.engine.schedulers import make_scheduler
 from tests.present import present
+from vllm_sched.engine import policy_setup
+from vllm_sched.policies import registry
 
 SMALL = Figures(1.0, 2.0, 0.1, 1000.0)
 
@@ -44,6 +53,35 @@ def test_missed_targets_are_named() -> None:
         "shorts x0.50",
     ]
     assert report.missed_targets("agents", {UPSTREAM: [SMALL], DEFAULT: [SMALL]}) == []
+
+
+@pytest.mark.parametrize("variants", [["threshold 512"], [DEFAULT, "threshold 512"]], ids=len)
+def test_any_variants_can_be_compared_and_drawn(
+    variants: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def figures_of(_: object, jobs: Iterable[object]) -> Iterable[Figures]:
+        return (SMALL for _ in jobs)
+
+    here = nullcontext(SimpleNamespace(map=figures_of))
+    monkeypatch.setattr(frontier, "ProcessPoolExecutor", lambda *_: here)
+    few = ["--machines", "B200 8B", "--budgets", "2048", "--loads", "agents", "chats only"]
+    assert frontier.main([*few, "--variants", *variants, "--plot", str(tmp_path / "out.svg")]) == 0
+    verdict = f"{DEFAULT} meets its targets in 2 of 2 cells" in capsys.readouterr().out
+    assert verdict is (DEFAULT in variants)
+    assert (tmp_path / "out.svg").stat().st_size > 0
+
+
+def test_baseline_runs_in_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = HoldAndCapScheduler.default_policies
+    monkeypatch.setattr(HoldAndCapScheduler, "default_policies", before)  # to restore it
+    made = make_scheduler()
+    policy_setup.check_configuration(made.vllm_config, HoldAndCapScheduler)
+    (policy,) = make_scheduler(scheduler_cls=HoldAndCapScheduler)._policies
+    assert policy.name not in registry.POLICIES
+    assert isinstance(policy, HoldAndCap)
 
 
 def test_cell_is_played_by_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,16 @@ def test_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith(f"usage: vllm-sched {command} ")
 
 
+def test_serve_refuses_flags_before_the_model_and_its_usage_shows_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.main(["serve", "--policy", "lanes", "some/model"]) == 2
+    assert "give MODEL first" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--help"])
+    assert capsys.readouterr().out.startswith("usage: vllm-sched serve MODEL [-h] [--policy NAME]")
+
+
 def test_help_and_unknown_command_list_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["nonsense"]):
         with pytest.raises(SystemExit):

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from vllm import __version__
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -39,6 +40,7 @@ GLM = (
     "<tool_call>get\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n"
     "<tool_call>put\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )
+SEED_MARKERS = "<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"
 GLM_MARKERS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 KIMI_MARKERS = (
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
@@ -194,6 +196,38 @@ EXACT = {
         f"{THOUGHT}{MINIMAX}",
     ),
 }
+# Of one version of vLLM; the others have other parsers of these names.
+EXACT_HERE = {
+    "mistral": Model(
+        "mistral",
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+        "hi",
+        f'[THINK]{REASONING}[/THINK]Text.[TOOL_CALLS]get[ARGS]{{"city": "Oslo"}}',
+    ),
+    "gemma4": Model(
+        "gemma4",
+        "gemma4",
+        ("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'),
+        "hi",
+        f'<|channel>thought\n{REASONING}<channel|>Text. <|tool_call>call:get{{city:<|"|>Oslo<|"|>}}'
+        "<tool_call|><|tool_call>call:put{n:3}<tool_call|>",
+    ),
+    "seed_oss": Model(
+        "seed_oss",
+        "seed_oss",
+        SEED_MARKERS,
+        "hi",
+        f"<seed:think>{REASONING}</seed:think>Text.\n<seed:tool_call>\n<function=get>\n"
+        "<parameter=city>Oslo</parameter>\n</function>\n</seed:tool_call>",
+    ),
+    "pythonic": Model("pythonic", None, (), "hi", "[get(city='Oslo', n=3), put(n=4)]"),
+    "deepseek_v32": Model(
+        "deepseek_v32", None, (), "hi", f"Text.\n\n{DEEPSEEK.replace('tool_', 'function_')}"
+    ),
+} | {
+    name: Model(None, name, THINK, OPEN, THOUGHT) for name in ("nemotron_v3", "step3p5", "mimo")
+}  # fmt: skip
 # These return text between two calls with the text before the first one.
 EXACT_CHATS = {
     "qwen3_coder": Model("qwen3_coder", None, CALL, "hi", f"Text.\n{XML}"),
@@ -210,3 +244,16 @@ INEXACT = {
         f"Text.{DEEPSEEK_V3}",
     ),
 }
+# This one misreads a piece with a whole call and the beginning of another.
+INEXACT_HERE = {
+    "llama3_json": Model(
+        "llama3_json",
+        None,
+        ("<|python_tag|>",),
+        "hi",
+        '{"name": "get", "parameters": {"city": "Oslo"}}; {"name": "put", "parameters": {"n": 3}}',
+    )
+}
+if __version__.startswith("0.32."):
+    EXACT |= EXACT_HERE
+    INEXACT |= INEXACT_HERE

@@ -81,6 +81,27 @@ def test_policies_that_conflict_with_the_prefill_interval_are_refused(name: str)
         policy_setup.check_configuration(made, SyncPolicyScheduler)
 
 
+@pytest.mark.parametrize("kind", [None, SyncPolicyScheduler])
+@pytest.mark.parametrize("policies", [{}, {"lanes": {}}])
+def test_settings_that_no_scheduler_reads_are_named_in_a_warning(
+    kind: type[Scheduler] | None, policies: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="vllm.vllm_sched"):
+        policy_setup.check_configuration(config(policies), kind)
+    warned = "has no effect with vLLM's own scheduler; add --scheduler-cls" in caplog.text
+    assert warned is (kind is None and bool(policies))
+
+
+def test_contradiction_to_the_scheduler_class_names_another_class() -> None:
+    made = config({"prefill_first": {}})
+    policy_setup.check_configuration(made, PolicyScheduler)
+    with pytest.raises(UsageError, match=r"prefill_first contradicts long_prompt, .* class adds: "):
+        policy_setup.check_configuration(made, LongPromptScheduler)
+    made = config({"prefill_first": {}, "long_prompt": {}})
+    with pytest.raises(UsageError, match=r"leave one of them out"):
+        policy_setup.check_configuration(made, LongPromptScheduler)
+
+
 def test_nothing_is_refused_without_policies() -> None:
     made = config({}, prefill_schedule_interval=4)
     with_stages(made)

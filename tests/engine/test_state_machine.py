@@ -7,7 +7,7 @@ asynchronous scheduler has up to two steps in flight, as in the engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -140,6 +140,8 @@ class Machine(RuleBasedStateMachine):
         self.drafted = 0
         self.alive: dict[str, Any] = {}
         self.waits_since: dict[str, float] = {}
+        # As `waits_since`; a preempted request takes over the longest wait of the others.
+        self.bound_since: dict[str, float] = {}
         self.left_out_since: dict[str, float] = {}
         self.in_flight: deque[Any] = deque()
         self.waited: dict[Any, float] = {}  # when the step began
@@ -169,10 +171,26 @@ class Machine(RuleBasedStateMachine):
         prompt = [*SHARED, *[7] * tokens] if shared else tokens
         self.submit(make_request(prompt, output=output, priority=priority))
 
+    @rule(
+        tokens=st.sampled_from([1, 60, 200, 700]),
+        priority=st.integers(-1, 1),
+        left_ms=st.sampled_from([-50, 20, 3000, 40_000]),
+        tpot_ms=st.sampled_from([0.001, 50, 1e9]),
+    )
+    def add_with_targets(self, tokens: int, priority: int, left_ms: float, tpot_ms: float) -> None:
+        targets = {"deadline_ms": left_ms, "tpot_ms": tpot_ms}
+        self.submit(make_request(tokens, output=6, priority=priority, extra_args=targets))
+
     def submit(self, request: Any) -> None:
         self.scheduler.add_request(request)
         self.alive[request.request_id] = request
-        self.waits_since[request.request_id] = self.now
+        self.waits_since[request.request_id] = self.bound_since[request.request_id] = self.now
+
+    def _note_preempted(self, requests: Iterable[Any], waiting: Iterable[Any]) -> None:
+        longest = min((self.bound_since[r.request_id] for r in waiting), default=self.now)
+        for request in requests:
+            self.waits_since[request.request_id] = self.now
+            self.bound_since[request.request_id] = longest
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -193,8 +211,7 @@ class Machine(RuleBasedStateMachine):
     def preempt_all(self) -> None:
         while self.in_flight:
             self._finish_one()
-        for request in self.scheduler.running:
-            self.waits_since[request.request_id] = self.now
+        self._note_preempted(self.scheduler.running, self.scheduler.waiting)
         self.resets = True
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.resets = False
@@ -250,8 +267,8 @@ class Machine(RuleBasedStateMachine):
         assert all(count > 0 for count in tokens.values())
 
         preempted = was_running - set(scheduler.running)
-        for request in preempted:
-            self.waits_since[request.request_id] = self.now
+        bound_since = dict(self.bound_since)
+        self._note_preempted(preempted, self.waited)
         if paused == PauseState.PAUSED_ALL:
             assert not tokens
         elif not (preempted or self.pauses_decodes) and len(decodes) <= BUDGET:
@@ -263,7 +280,8 @@ class Machine(RuleBasedStateMachine):
         new = [r for r in admitted if paused == PauseState.PAUSED_ALL or r not in held_kv]
         assert not (new and paused != PauseState.UNPAUSED)
         if self.limits is not None:
-            self._check_longs(self.limits, admitted, tokens)
+            overdue = {r for r in self.waited if begun - bound_since[r.request_id] >= MAX_WAIT}
+            self._check_longs(self.limits, admitted, tokens, overdue)
         self._check_progress(tokens)
         self._check_turns(admitted)
         self.in_flight.append((output, answer(scheduler, output)))
@@ -283,18 +301,14 @@ class Machine(RuleBasedStateMachine):
         self.empty_steps = 0 if idle or self.scheduler.pause_state else self.empty_steps + 1
         assert self.empty_steps < 2, "steps without anything in them"
 
-    def _check_longs(self, limits: dict[str, Any], admitted: list[Any], tokens: Any) -> None:
+    def _check_longs(
+        self, limits: dict[str, Any], admitted: list[Any], tokens: Any, overdue: set[Any]
+    ) -> None:
         """Check the number of long prompts in prefill, and the bound of their wait."""
-        waited = self.waited
 
         def left_before(request: Any) -> int:
             before = request.num_computed_tokens - tokens.get(request.request_id, 0)
             return int(request.num_tokens - before)
-
-        def is_overdue(request: Any) -> bool:
-            # A preempted request takes over the longest wait behind it.
-            longest = max(waited.values()) if request.num_preemptions else waited[request]
-            return longest >= MAX_WAIT
 
         partial, usual = limits["max_num_partial_prefills"], limits["max_long_partial_prefills"]
         prefills = [r for r in self.scheduler.running if r.is_prefill_chunk or r in admitted]
@@ -303,7 +317,7 @@ class Machine(RuleBasedStateMachine):
         new = [r for r in longs if r in admitted]
         most = max(partial, usual + 1)
         if new:
-            limit = most if any(is_overdue(r) for r in new) else usual
+            limit = most if overdue.intersection(new) else usual
             assert len(longs) <= limit, "more long prefills than the limit"
         self._check_bound(len(prefills) < partial and len(longs) < most)
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import RequestInfo
 from proxy.core.queue.ticket import Ticket
 from proxy.http.request import Request
+from proxy.setup.app import App
 from proxy.wire import extension
 from proxy.wire.client.connection import ClientConnection
 from proxy.wire.exchange.exchange import Exchange
 from proxy.wire.exchange.tokenize import TokenizeRequest
 from proxy.wire.handover.release import BlockRelease
 from proxy.wire.worker.connection import WorkerConnection
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.setup.app import App
 
 # Created per request or connection. Idle worker connections stay, each with a cached head.
 TRANSIENT = (

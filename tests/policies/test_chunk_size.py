@@ -60,6 +60,18 @@ def test_chunk_is_the_smallest_whose_half_loses_more(fixed: float, size: int) ->
     assert learned.tokens == size
 
 
+@pytest.mark.parametrize(("budget", "block"), [(5000, 16), (8192, 528), (1000, 528), (20, 16)])
+@pytest.mark.parametrize("fixed", [0.0, 0.001, 1.0])
+def test_chunk_has_whole_blocks_or_the_whole_budget(budget: int, block: int, fixed: float) -> None:
+    learned = ChunkSize(budget, block, 10.0)
+    sizes = {learned.tokens}
+    for _ in range(40):
+        play(learned, linear(fixed), steps=25, most=budget)
+        sizes.add(learned.tokens)
+    assert all(size == budget or (size > 0 and size % block == 0) for size in sizes)
+    assert max(sizes) == budget or fixed < 1.0
+
+
 def test_twice_the_loss_is_accepted_while_steps_exceed_the_target_gap() -> None:
     strict, relaxed = made(itl_s=0.050), made(itl_s=10.0)
     for each in (strict, relaxed):

@@ -478,8 +478,8 @@ def test_gauges_show_the_fit_and_the_means() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"departures": 0}, "departures=0 is out of range: at least 1 "),
-        ({"departures": 33}, "departures=33 is out of range: at least 1 and at most max_num"),
+        ({"departures": 0}, "departures=0: Input should be greater than or equal to 1"),
+        ({"departures": 33}, "departures=33 is out of range: at most max_num_seqs=32 can"),
         ({"departures": "many"}, "departures='many'"),
         ({"itl_ms": 0}, "itl_ms=0"),
         ({"max_delay_ms": -1}, "max_delay_ms=-1"),

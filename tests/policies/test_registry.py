@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -16,6 +17,11 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Policy
 
+# Of a policy's module, without its parts.
+MAX_LINES = {
+    "static_batching": 120, "prefill_first": 120, "rotation": 120, "lanes": 300, "long_prompt": 300,
+    "deferred_prefill": 350, "chunk_budget": 250,
+}  # fmt: skip
 TESTS = Path(__file__).parents[1]
 FACTS = EngineFacts(max_model_len=16_384, max_num_batched_tokens=512, max_num_seqs=16)
 
@@ -91,6 +97,7 @@ def test_former_settings_are_accepted_with_a_warning() -> None:
     [
         ("deferred_prefill", {"exclusive": True}, "add --policy prefill_first"),
         ("rotation", {"order": "shortest"}, "no effect; long_prompt serves short"),
+        ("lanes", {"reserve_kv": 0.2}, "leave it out; batch then leaves a tenth"),
     ],
 )
 def test_warning_of_a_former_setting_names_a_remedy(
@@ -108,6 +115,12 @@ def test_a_policy_has_few_settings_and_describes_each(name: str) -> None:
     assert len(settings.model_fields.keys() - settings.former.keys()) <= 4
     for key, field in settings.model_fields.items():
         assert field.description, key
+
+
+@pytest.mark.parametrize("name", registry.POLICIES)
+def test_a_policys_module_is_short(name: str) -> None:
+    lines = Path(inspect.getfile(registry.find(name))).read_text().splitlines()
+    assert len(lines) <= MAX_LINES[name]
 
 
 def test_integers_are_accepted_for_float_settings() -> None:
@@ -128,6 +141,7 @@ def test_nothing_configured_builds_nothing() -> None:
         (["rotation"], ["rotation.chunk=true"], ["rotation.chunk=True", "tokens", "default 0"]),
         (["deferred_prefill"], ["deferred_prefill.departures=true"], ["departures=True", "auto"]),
         (["deferred_prefill"], ["deferred_prefill.departures=2.0"], ["departures=2.0", "integer"]),
+        (["deferred_prefill"], ["deferred_prefill.departures=0"], ["=0", "equal to 1", "'auto'"]),
         (["rotation"], ['rotation.chunk="16"'], ["rotation.chunk='16'", "integer"]),
         (["prefill_first"], ["prefill_first.pause_decodes=1"], ["pause_decodes=1", "boolean"]),
         (["long_prompt"], ["long_prompt.long_prefill_share=true"], ["share=True", "number"]),

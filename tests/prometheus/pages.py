@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from grafana import declared
 from tests.proxy.health.vllm_page import Engine, vllm_page
 from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import Call
 from vllm_sched.policies.registry import POLICIES
 from vllm_sched.policies.types import EngineFacts
-
-if TYPE_CHECKING:
-    from tests.proxy.wire.fake_worker import Call
 
 KINDS = ("mixed", "decode")
 UPDATE_INTERVAL_S = 0.4

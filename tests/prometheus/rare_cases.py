@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -23,13 +22,10 @@ from proxy.core.model.route_table import BY_NAME, ROUTES, PromptFields
 from proxy.core.model.types import Reason
 from tests.proxy.running import answer_of
 from tests.proxy.wire import scripts
-from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.raw_client import Client, bearer, chat, get, request
 from vllm_sched.workers.launch import free_port
-
-if TYPE_CHECKING:
-    from tests.proxy.wire.fake_worker import Call, Script
 
 START_TIMEOUT_S = 120.0
 SLOW_RESPONSE_S = 1.0

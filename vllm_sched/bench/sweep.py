@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.table import Table
 
@@ -13,9 +14,6 @@ from vllm_sched.bench.plots.curves import Curve
 from vllm_sched.bench.results.knee import served_rate, throughput_knee
 from vllm_sched.bench.results.stats import interval
 from vllm_sched.bench.results.summary import milliseconds, plain_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 RATE: Final = "request_rate"
 CONCURRENCY: Final = "max_concurrency"

@@ -17,14 +17,19 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import absolute_config, flag_names, int_value, parse, with_config_file
+from vllm_sched.workers.flags import (
+    absolute_config,
+    flag_names,
+    int_value,
+    parse,
+    stated_facts,
+    with_config_file,
+)
 from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
 ADDITIONAL_CONFIG_FLAG = "--additional-config"
-# Limits of an engine that are not known yet: no setting is refused for exceeding them.
-UNKNOWN_LIMIT = sys.maxsize
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,6 +41,8 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             "of `vllm serve` that is not listed below is passed on unchanged."
         ),
         allow_abbrev=False,
+        usage="%(prog)s MODEL [-h] [--policy NAME] [--set NAME.KEY=VALUE] [--trace OUT.json] "
+        "[--dry-run] [FLAG ...]",
     )
     command.add_argument(
         "model", metavar="MODEL", help=f"as for `vllm serve`; {TINY!r} is a random model for tests"
@@ -164,11 +171,7 @@ def _split_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str,
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
     is_stated = "--max-model-len" in flag_names(flags)  # may be "32k", which only vLLM parses
     length = int_value(flags, "--max-model-len") if is_stated else _context_length(model)
-    return EngineFacts(
-        max_model_len=length or UNKNOWN_LIMIT,
-        max_num_batched_tokens=int_value(flags, "--max-num-batched-tokens") or UNKNOWN_LIMIT,
-        max_num_seqs=int_value(flags, "--max-num-seqs") or UNKNOWN_LIMIT,
-    )
+    return stated_facts(flags, length)
 
 
 def _context_length(model: str) -> int | None:

@@ -130,7 +130,6 @@ class StepTime:
         return 0.0
 
     def linear_near(self, decodes: int, tokens: int) -> StepTime:  # noqa: ARG002
-        """Return the linear step time near steps of this size."""
         return self
 
     def to_json(self) -> dict[str, Any]:

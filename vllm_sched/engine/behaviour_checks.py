@@ -157,7 +157,6 @@ CHECKS: Final[tuple[Callable[[], bool], ...]] = (
 
 
 def require_known_behaviour() -> None:
-    """Refuse a vLLM that fails a check."""
     changed = [check.__name__ for check in CHECKS if not _succeeds(check)]
     if changed:
         raise UnsupportedVllmError(

@@ -39,7 +39,7 @@ def configured_policies(
     scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]
 ) -> list[Policy]:
     """Return the policies of the configuration, or of the scheduler's class."""
-    settings: Mapping[str, Any] = {**defaults, **_configured_settings(scheduler.vllm_config)}
+    settings = _with_defaults(_configured_settings(scheduler.vllm_config), defaults)
     if not settings:
         return []
     facts = EngineFacts(
@@ -88,8 +88,16 @@ def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | N
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
     defaults = getattr(scheduler_class, "default_policies", {})
-    policies = registry.build({**defaults, **_configured_settings(config)}, facts)
-    if scheduler_class is not None and policies:
+    settings = _configured_settings(config)
+    policies = registry.build(_with_defaults(settings, defaults), facts)
+    if scheduler_class is None:
+        if settings:
+            logger.warning(
+                "additional_config.%s has no effect with vLLM's own scheduler; "
+                "add --scheduler-cls vllm_sched.PolicyScheduler, or leave the key out",
+                CONFIG_KEY,
+            )
+    elif policies:
         refuse_unsupported(config, scheduler_class, policies)
 
 
@@ -105,6 +113,21 @@ def _configured_settings(config: VllmConfig) -> Mapping[str, object]:
     if not isinstance(block, Mapping):
         raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {block!r}")
     return block
+
+
+def _with_defaults(
+    settings: Mapping[str, Any], defaults: Mapping[str, Mapping[str, object]]
+) -> Mapping[str, Any]:
+    """Add the policies of the scheduler's class, which the configuration need not name."""
+    added = {name: block for name, block in defaults.items() if name not in settings}
+    for pair, reason in registry.CONFLICTS.items():
+        for name, other in (pair, pair[::-1]):
+            if name in added and other in settings:
+                raise UsageError(
+                    f"policy {other} contradicts {name}, which the scheduler class adds: {reason}; "
+                    "use PolicyScheduler, or SyncPolicyScheduler"
+                )
+    return {**added, **settings}
 
 
 def refuse_unsupported(

@@ -30,8 +30,6 @@ RUNNING: Final = RequestStatus.RUNNING
 
 
 class PolicyMixin(UpstreamScheduler):
-    """Overrides of vLLM's scheduler that ask the policies."""
-
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     # vLLM's tests make schedulers without `__init__`.
     _in_flight: StepsInFlight | None = None

@@ -146,7 +146,6 @@ def missing_fields(owner: type, used: Sequence[str]) -> list[str]:
 
 
 def missing_names() -> list[str]:
-    """Return the names that the installed vLLM lacks."""
     missing = []
     for path, names in USED_NAMES.items():
         module, _, name = path.rpartition(".")
@@ -166,7 +165,6 @@ def looks_ahead(scheduler: Any, method: Any) -> bool:
 
 
 def require_tested_vllm() -> None:
-    """Refuse a vLLM outside the tested range, or with a missing name."""
     try:
         version = installed_version()
     except ImportError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -49,22 +49,17 @@ RELEASED: Final = -math.inf
 
 
 class DeferredPrefillSettings(Settings):
-    departures: int | Literal["auto"] = "auto"
+    departures: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """departures that a hold waits for; auto = chosen from measured costs; set it to repeat a
     measurement"""
     itl_ms: float | None = Field(None, gt=0)
     """gap between tokens that a batch of prefills may cause; set it if streams stutter"""
     max_delay_ms: float = Field(1000.0, gt=0)
     """maximum time that a request is held; lower it if first tokens are late"""
-    # Former settings.
     max_delay_steps: int = Field(512, ge=1)
-    """former; without effect"""
+    """former: it has no effect; use max_delay_ms"""
     exclusive: bool = False
-    """former; without effect"""
-    former: ClassVar[Mapping[str, str]] = {
-        "max_delay_steps": "it has no effect; use max_delay_ms",
-        "exclusive": "it has no effect; add --policy prefill_first to pause decodes",
-    }
+    """former: it has no effect; add --policy prefill_first to pause decodes"""
 
 
 class DeferredPrefill(Policy):
@@ -257,8 +252,8 @@ class DeferredPrefill(Policy):
 
 
 def _check_departures(departures: int | None, max_num_seqs: int) -> None:
-    if departures is not None and not 1 <= departures <= max_num_seqs:
+    if departures is not None and departures > max_num_seqs:
         raise UsageError(
-            f"deferred_prefill.departures={departures} is out of range: at least 1 and at most "
-            f"max_num_seqs={max_num_seqs} can depart; give such a number, or auto"
+            f"deferred_prefill.departures={departures} is out of range: at most "
+            f"max_num_seqs={max_num_seqs} can depart; give 1 to this number, or auto"
         )

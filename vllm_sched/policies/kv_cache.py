@@ -21,8 +21,6 @@ class KvGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class KvCache:
-    """The pool of blocks and the groups that share it."""
-
     blocks: int
     groups: Sequence[KvGroup]
 

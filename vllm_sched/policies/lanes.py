@@ -56,18 +56,12 @@ class LanesSettings(Settings):
     batch_max_wait_s: float = Field(300.0, gt=0)
     """wait after which a batch request goes before all others; lower it if batch must make
     progress under full load"""
-    # Former settings.
     reserve_kv: float = Field(0.1, ge=0, le=1)
-    """former; share of the KV cache that batch leaves free"""
+    """former: leave it out; batch then leaves a tenth of the KV cache free"""
     recent_s: float = Field(5.0, ge=0)
-    """former; time for which batch_share applies after others"""
+    """former: leave it out; batch_share then applies for 5 s after other requests"""
     urgent_max_wait_s: float = Field(10.0, gt=0)
-    """former; wait after which an urgent request takes turns"""
-    former: ClassVar[Mapping[str, str]] = {
-        "reserve_kv": "leave it out; batch leaves a tenth of the KV cache free",
-        "recent_s": "leave it out; batch_share applies for 5 s after the last other request",
-        "urgent_max_wait_s": "leave it out; after 10 s an urgent request takes turns with overdue",
-    }
+    """former: leave it out; urgent requests then take turns after 10 s of wait"""
 
 
 class Lanes(Policy):
@@ -81,11 +75,9 @@ class Lanes(Policy):
 
     def __init__(self, facts: EngineFacts, settings: LanesSettings) -> None:
         super().__init__(facts, settings)
-        self.max_wait_s = {
-            URGENT: math.inf,  # urgent requests take turns instead
-            NORMAL: settings.normal_max_wait_s,
-            BATCH: settings.batch_max_wait_s,
-        }
+        # Urgent requests take turns instead.
+        bounds_s = math.inf, settings.normal_max_wait_s, settings.batch_max_wait_s
+        self.max_wait_s = dict(zip(LANES, bounds_s, strict=True))
         self._reserved_slots = math.ceil(settings.reserve_slots * facts.max_num_seqs)
         self._requested_lanes: dict[str, str] = {}  # lanes that clients asked for
         self._time_to_deadline_s: dict[str, float] = {}  # on arrival
@@ -200,11 +192,8 @@ class Lanes(Policy):
 
     def service_class(self, request: RequestView) -> float:
         """Return the lane's place, or the first one for an overdue request."""
-        running = self._running.requests.get(request.request_id)
-        if running is None:
-            lane, overdue = self.lane(request), False
-        else:
-            lane = running.lane
+        lane, overdue = self.lane(request), False
+        if (running := self._running.requests.get(request.request_id)) is not None:
             # Only prefill can be overdue: outputs may take as long.
             in_prefill = request.num_tokens - request.num_computed_tokens > 1
             overdue = in_prefill and self._step.now - running.admitted_at >= self.max_wait_s[lane]
@@ -296,10 +285,8 @@ class Lanes(Policy):
         }
 
     def counters(self) -> Mapping[str, float]:
-        return {
-            "starvation_releases": float(self._overdue.releases),
-            "unknown_lanes": float(self._unknown_lanes),
-        }
+        releases, unknown = float(self._overdue.releases), float(self._unknown_lanes)
+        return {"starvation_releases": releases, "unknown_lanes": unknown}
 
     def held_reason(self, lane: str) -> str:
         if self._others_wait():

@@ -48,7 +48,7 @@ QUIET_S: Final = 1.0
 class LongPromptSettings(Settings):
     long_prefill_token_threshold: int = Field(0, ge=0)
     """tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len, at least
-    max_num_batched_tokens; lower it if prompts that fit a step still delay chats"""
+    max_num_batched_tokens; lower it if prompts of fewer tokens delay chats"""
     max_long_partial_prefills: int = Field(1, ge=1)
     """long prompts in prefill at once; raise it if longs should progress together rather than one
     after the other"""
@@ -58,20 +58,13 @@ class LongPromptSettings(Settings):
     max_wait_s: float = Field(60.0, gt=0)
     """wait after which a long prompt enters beyond max_long_partial_prefills; lower it if longs
     starve"""
-    # Former settings.
     max_num_partial_prefills: int | None = Field(None, ge=1)
-    """former; 1 turns the policy off"""
+    """former: short prompts are no longer limited; 1 turns the policy off (name no policy
+    instead), other values limit overdue long prompts"""
     long_prefill_share: float | Literal["auto"] = "auto"
-    """former; share of a step's budget for long prompts"""
+    """former: chunks are sized by measured step times; a share fixes them"""
     long_step_stretch: float | None = Field(None, ge=2.0, le=1000.0)
-    """former; without effect"""
-    former: ClassVar[Mapping[str, str]] = {
-        "max_num_partial_prefills": "short prompts are no longer limited; 1 turns the policy off"
-        " (name no policy instead), other values limit overdue long prompts",
-        "long_prefill_share": "chunks are sized by measured step times; a share fixes them",
-        "long_step_stretch": "it has no effect, because chunks are sized by what smaller ones lose;"
-        " see itl_ms",
-    }
+    """former: it has no effect, because chunks are sized by what smaller ones lose; see itl_ms"""
 
     @field_validator("long_prefill_share")
     @classmethod

@@ -24,11 +24,8 @@ class PrefillFirstSettings(Settings):
     max_pause_s: float = Field(5.0, gt=0)
     """maximum time without a step for decodes; lower it if streams time out"""
     pause_decodes: bool = True
-    """former; without effect"""
-    former: ClassVar[Mapping[str, str]] = {
-        "pause_decodes": "it has no effect, decodes always pause; lower max_pause_s if streams stop"
-        " for too long"
-    }
+    """former: it has no effect, decodes always pause; lower max_pause_s if streams stop for too
+    long"""
 
 
 class PrefillFirst(Policy):

@@ -5,8 +5,7 @@ tokens. A newcomer goes before prompts that had a chunk since it arrived. It is 
 need the free KV blocks. With classes of service, this applies per class.
 Source: round robin.
 Cost per step: O(running prefills).
-How it fails: prompts that share the prefill all finish late, and hold KV blocks for longer. A
-newcomer with a cached prefix leaves part of its turn unused.
+How it fails: prompts that share the prefill all finish late, and hold KV blocks for longer.
 """
 
 from __future__ import annotations
@@ -18,16 +17,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from vllm_sched.policies.fluid_effects import FluidEffects
-from vllm_sched.policies.types import (
-    FIRST_CLASS,
-    NO_REQUESTS,
-    Gate,
-    LaneCount,
-    Policy,
-    RequestView,
-    Settings,
-    Step,
-)
+from vllm_sched.policies.types import Gate, LaneCount, Policy, RequestView, Settings, Step
 
 
 class RotationSettings(Settings):
@@ -36,10 +26,7 @@ class RotationSettings(Settings):
     max_wait_s: float = Field(10.0, gt=0)
     """longest hold, and longest time without a chunk; lower it if prompts starve"""
     order: Literal["rotate", "shortest"] = "rotate"
-    """former; without effect"""
-    former: ClassVar[Mapping[str, str]] = {
-        "order": "leave it out, it has no effect; long_prompt serves short remaining work first"
-    }
+    """former: leave it out, it has no effect; long_prompt serves short remaining work first"""
 
 
 class Rotation(Policy):
@@ -62,8 +49,7 @@ class Rotation(Policy):
 
     def rank(self, request: RequestView) -> float:
         """Return the end of the last chunk; that of the last step is not known yet."""
-        computed_before = self._computed_before.get(request.request_id)
-        if computed_before is None:
+        if (computed_before := self._computed_before.get(request.request_id)) is None:
             return math.nextafter(math.inf, 0)  # newcomers come first
         # Another policy may have cut the chunk to nothing.
         had_chunk = request.num_computed_tokens > computed_before
@@ -72,7 +58,7 @@ class Rotation(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._last_chunk_at = {r.request_id: min(self.rank(r), step.now) for r in step.prefills}
         self._computed_before = {r.request_id: r.num_computed_tokens for r in step.prefills}
-        self._step, self._waiting, self._tokens_left = step, lanes.get("", NO_REQUESTS), None
+        self._step, self._waiting, self._tokens_left = step, lanes.get("", LaneCount()), None
         self._kv_needed = [
             (step.class_of(r), (1 - r.num_computed_tokens / r.num_tokens) * self.facts.kv_share(r))
             for r in step.prefills
@@ -114,19 +100,17 @@ class Rotation(Policy):
         turns = max(min(tokens // (self.settings.chunk or tokens), len(peers) + newcomers), 1)
         self._turn_tokens = -(-tokens // turns)
         since = step.now - min(self._waiting.waited, self.settings.max_wait_s)
-        # These prefills come before newcomers.
-        turns -= sum(self._last_chunk_at[r.request_id] < since for r in peers)
+        turns -= sum(self._last_chunk_at[r.request_id] < since for r in peers)  # before newcomers
         newcomer_tokens = min(self._turn_tokens, step.tokens_left(head)) if head else 0
         return max(tokens - newcomer_tokens * max(min(turns, newcomers), 0), 0)
 
     def _best_class(self, head: RequestView | None) -> tuple[list[RequestView], int]:
         """Return the prefills of the best class of service, and the number of its newcomers."""
         step, heads = self._step, [] if head is None else [head]
-        best = min(map(step.class_of, (*step.prefills, *heads)), default=FIRST_CLASS)
+        best = min(map(step.class_of, (*step.prefills, *heads)), default=math.inf)
         peers = [r for r in step.prefills if step.class_of(r) == best]
-        if head is None or step.class_of(head) != best:
-            return peers, 0
-        return peers, max(min(self._waiting.num_admissible, step.free_slots), 1)
+        enters = head is not None and step.class_of(head) == best
+        return peers, max(min(self._waiting.num_admissible, step.free_slots), 1) if enters else 0
 
     def gauges(self) -> Mapping[str, float]:
         prompts, tokens = len(self._last_chunk_at), self._turn_tokens

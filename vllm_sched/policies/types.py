@@ -170,22 +170,28 @@ class StepResult:
         return StepShape.from_chunks(self.chunks, self.decodes, self.context_tokens)
 
 
+FORMER: Final = "former: "
+
+
 class Settings(BaseModel):
     """A policy's settings. Unknown keys and wrong types are errors.
 
-    The text below a setting is its description in error messages.
+    The text below a setting is its description in error messages. A setting with a text that begins
+    with `former:` is accepted with a warning, the rest of the text.
     """
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
-    # Settings that still work, with a warning that says what to do instead.
-    former: ClassVar[Mapping[str, str]] = {}
+    former: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
-        for field in cls.model_fields.values():
-            field.description = field.description and " ".join(field.description.split())
+        cls.former = {}
+        for name, field in cls.model_fields.items():
+            field.description = text = " ".join((field.description or "").split())
+            if text.startswith(FORMER):
+                cls.former[name] = text.removeprefix(FORMER)
 
     @property
     def off(self) -> bool:

@@ -86,7 +86,7 @@ class WorkerModel:
     transfer: TransferTime = field(default_factory=TransferTime)  # from another worker
     assumed: tuple[str, ...] = ()  # names of sizes with default values
     flags: tuple[str, ...] = ()  # of vLLM, that `time` holds for
-    unread: tuple[str, ...] = ()  # flags that are not simulated
+    unread: tuple[str, ...] = ()  # flags and settings that are not simulated
 
     def transfer_s(self, tokens: int) -> float:
         blocks = -(-tokens // self.block_tokens)

@@ -45,6 +45,8 @@ CONFIG_FLAG, FAILURE_KEY = "--kv-transfer-config", "kv_load_failure_policy"
 # Several connectors in one worker. vLLM loads a prompt from the first that has any of its blocks.
 SEVERAL, PARTS_KEY, EXTRA_KEY = "MultiConnector", "connectors", "kv_connector_extra_config"
 OFFLOADING, OFFLOADING_FLAG = "OffloadingConnector", "--kv-offloading-size"
+# What that flag sets as the connector, in place of any other.
+SET_BY_OFFLOADING = (None, OFFLOADING, "SimpleCPUOffloadConnector", "LMCacheMPConnector")
 
 
 def connector_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

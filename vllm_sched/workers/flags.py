@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import yaml
+
+from vllm_sched.policies.types import EngineFacts
 
 SHORT_NAMES: Final[Mapping[str, str]] = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -22,6 +25,8 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
     "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
 }  # fmt: skip
 MAX_NUMBER_DIGITS = 18  # Python refuses to parse thousands of digits
+# A limit of an engine that is not stated: no setting is refused for exceeding it.
+UNKNOWN_LIMIT: Final = sys.maxsize
 # vLLM's parser takes these words for flags (-O3, -n), known or not, never for values.
 FLAG_PATTERN: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
@@ -63,7 +68,6 @@ def flag_names(words: Sequence[str]) -> set[str]:
 
 
 def last_value(words: Sequence[str], name: str) -> str | None:
-    """Return the value of the last flag of this name; None if there is none."""
     value = None
     for flag in parse(words):
         if flag.name == name:
@@ -76,6 +80,15 @@ def int_value(words: Sequence[str], name: str) -> int | None:
     value = last_value(words, name)
     plain = value is not None and value.isdecimal() and len(value) <= MAX_NUMBER_DIGITS
     return int(value) if value is not None and plain else None
+
+
+def stated_facts(words: Sequence[str], max_model_len: int | None) -> EngineFacts:
+    """Return the limits of the engine that its flags state."""
+    return EngineFacts(
+        max_model_len=max_model_len or UNKNOWN_LIMIT,
+        max_num_batched_tokens=int_value(words, "--max-num-batched-tokens") or UNKNOWN_LIMIT,
+        max_num_seqs=int_value(words, "--max-num-seqs") or UNKNOWN_LIMIT,
+    )
 
 
 def json_key(words: Sequence[str], name: str, inner: str) -> Any:

@@ -25,18 +25,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
+from typing import Final, Self, TypedDict, Unpack
 
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import JOURNAL, parse_settings
 from vllm_sched.workers.flags import absolute_config, flag_names, json_key, parse, with_config_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 SERVER_MODULE = "vllm_sched.engine.server"
 # Sides without a policy: vLLM's own scheduler, and ours.
@@ -333,7 +331,6 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
 
 
 def cpu_flags(flags: Sequence[str]) -> list[str]:
-    """Return the flags for a CPU build that are not in `flags`."""
     set_here = {name.replace("--no-", "--", 1) for name in flag_names(with_config_file(flags))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in set_here for word in flag.words]
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from vllm_sched.workers.launch import Worker, WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 # The pause doubles with each death in a row.
 FIRST_RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 1.0, 30.0

@@ -49,7 +49,6 @@ class FileStore(Database):
 
     @frees_room
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Delete a file; return False if it does not exist."""
         with self.backend.writing():
             if self._is_active_input(file_id):
                 raise InUseError(f"An active batch reads {file_id}; cancel the batch first.")

@@ -67,7 +67,6 @@ class Attempts:
         return self.may_try(worker) and (worker not in self.paused or now >= self.paused_until)
 
     def after(self, failure: LegFailure, leg: Worker, now: float) -> Attempts:
-        """Return the attempts after a failure of the leg on a worker."""
         worker, attempts = failure.avoid, self
         if failure.outcome is ERRED:
             attempts = replace(attempts, erred_on=(*self.erred_on, leg.name))

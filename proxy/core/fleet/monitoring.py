@@ -154,7 +154,6 @@ class WorkerHealth:
             worker.pace.adopt(best, RETRY_LATENCY_SHARE)
 
     def _copy_latency(self, worker: Worker) -> None:
-        """Copy the latency of the best-known worker."""
         peers = [w for w in self.roster.workers_of(worker.model) if w.pace.prefills]
         if peers:
             worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)

@@ -138,7 +138,6 @@ class PrefixIndex:
         bytes_before: int,
         prompt_tokens: int,
     ) -> Matches:
-        """Return matches in tokens instead of blocks."""
         blocks, tokens = self.reported_prefix(hashes)
         begin = COVERED[blocks] if blocks else -bytes_before
         per_byte = max(prompt_tokens - tokens, 0) / max(prompt_bytes - begin, 1)

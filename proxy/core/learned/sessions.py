@@ -22,6 +22,8 @@ from proxy.core.learned.prefix_index import ENDS
 MAX_SESSIONS = 65_536
 MAX_IDLE_S = 3600.0
 MAX_VISITS = 4  # workers per session
+# What an index may miss of a prompt's end: a block, which is longer in long prompts.
+SHORT_PROMPT_TOKENS, SHORT_BLOCK_TOKENS, BLOCK_TOKENS = 16_384, 512, 1536
 
 
 class Turn:
@@ -44,19 +46,28 @@ class Visit:
     since: float  # start of the worker
     tokens: int  # of the prompt and the response
     written: int  # by the worker until then
+    prompt_tokens: int = 0
 
     def cached_tokens(self, capacity: int, written: int) -> int:
-        """Return the tokens that should still be cached."""
         if not capacity:
             return self.tokens
         return max(min(self.tokens, capacity - (written - self.written)), 0)
+
+    def is_left_before_its_end(self, common_tokens: int) -> bool:
+        """Return whether a prompt with these tokens in common is of another conversation.
+
+        Those with one id, such as an application's `prompt_cache_key`, only begin alike.
+        """
+        tokens = self.prompt_tokens
+        missed = SHORT_BLOCK_TOKENS if tokens <= SHORT_PROMPT_TOKENS else BLOCK_TOKENS
+        return 0 < common_tokens < tokens - missed
 
 
 class Session:
     """A conversation: each prompt extends the one before."""
 
     __slots__ = (
-        "depth", "key", "known_as", "mark", "seen_at", "strayed", "tail", "visited", "visits",
+        "depth", "key", "known_as", "mark", "seen_at", "strayed", "tail", "visits",
     )  # fmt: skip
 
     def __init__(self, key: int, now: float) -> None:
@@ -64,7 +75,6 @@ class Session:
         self.known_as = key  # to other processes
         self.seen_at = now
         self.visits: list[Visit] = []  # the last at the end
-        self.visited = 0  # mask; includes visits not kept
         # Number and hash of the blocks in the first half, and in seven eighths, of the last prompt.
         self.depth = self.mark = 0
         self.tail = (0, 0)
@@ -81,12 +91,9 @@ class Session:
         tokens = (v.tokens for v in self.visits if v.worker == worker and v.since == since)
         return next(tokens, 0)
 
-    def add_visit(self, visit: Visit, *, estimated: bool = True) -> None:
-        """`estimated`: without a journal."""
+    def add_visit(self, visit: Visit) -> None:
         self.visits = [v for v in self.visits if v.worker != visit.worker][1 - MAX_VISITS :]
         self.visits.append(visit)
-        if estimated:
-            self.visited |= 1 << visit.worker
 
     def record_prompt(self, hashes: tuple[int, ...], prompt_bytes: int) -> bool:
         """Note the last prompt; return False for a side request, such as one for a title."""
@@ -96,7 +103,7 @@ class Session:
             return False
         self.strayed = False
         if strays:
-            self.visits, self.visited = [], 0
+            self.visits = []
         if hashes:
             self.depth, self.mark = _mark(hashes, prompt_bytes // 2)
             self.tail = _mark(hashes, prompt_bytes - prompt_bytes // 8)
@@ -148,17 +155,11 @@ class Sessions:
         self._sessions[key] = session
 
     def record_turn(
-        self,
-        session: Session,
-        hashes: tuple[int, ...],
-        prompt_bytes: int,
-        visit: Visit,
-        *,
-        estimated: bool,
+        self, session: Session, hashes: tuple[int, ...], prompt_bytes: int, visit: Visit
     ) -> None:
         if not session.record_prompt(hashes, prompt_bytes):
             return
-        session.add_visit(visit, estimated=estimated)
+        session.add_visit(visit)
         if self.report_turn is not None:
             self.report_turn(session, visit)
 

@@ -171,12 +171,12 @@ class LeaseBook:
         info, worker = lease.info, lease.worker
         if not self._roster.contains(worker):
             return
-        tokens = info.prompt_tokens + lease.seen_tokens
+        prompt, tokens = info.prompt_tokens, info.prompt_tokens + lease.seen_tokens
         if usage is not None:
-            tokens = usage.prompt_tokens + usage.completion_tokens
-        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written)
-        sessions, estimated = self._roster.sessions, not worker.reports_prefixes
-        sessions.record_turn(session, info.prefix, info.prefix_bytes, visit, estimated=estimated)
+            prompt, tokens = usage.prompt_tokens, usage.prompt_tokens + usage.completion_tokens
+        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written, prompt)
+        sessions = self._roster.sessions
+        sessions.record_turn(session, info.prefix, info.prefix_bytes, visit)
         sessions.count(info.model, lease.decision.turn)
 
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:

@@ -117,7 +117,7 @@ ROUTES: dict[str, Route] = {
     ),
     **_rows(
         "/cohere/v2/chat", shape=PromptFields.CHAT, error_format=COHERE,
-        prompt_param="prompt", output_limits=("max_tokens",),
+        prompt_param="messages", output_limits=("max_tokens",),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, takes_arguments=False, salted=False,
         usage_by_option=False,
@@ -135,7 +135,7 @@ ROUTES: dict[str, Route] = {
     ),
     **_rows(
         "/v1/responses", shape=PromptFields.RESPONSE, error_format=OPENAI,
-        prompt_param="prompt", output_limits=("max_output_tokens",),
+        prompt_param="input", output_limits=("max_output_tokens",),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=False,
         countable=False, takes_priority=True, takes_arguments=True, salted=True,
         usage_by_option=False,
@@ -145,7 +145,7 @@ ROUTES: dict[str, Route] = {
     **_rows(
         # Its output limit lies inside `sampling_params`, so it is never split.
         "/inference/v1/generate", shape=PromptFields.TOKENS, error_format=OPENAI,
-        prompt_param="prompt", output_limits=(),
+        prompt_param="token_ids", output_limits=(),
         generates=True, truncates=False, truncates_if_asked=False, takes_any_limit=True,
         countable=False, takes_priority=True, takes_arguments=False, salted=True,
         usage_by_option=True,
@@ -153,25 +153,25 @@ ROUTES: dict[str, Route] = {
         may_be_split=False, stores=False, continues=False, continues_by_text=False,
     ),
     **_rows(
-        "/v1/systemone", shape=PromptFields.STATE, error_format=OPENAI, prompt_param="prompt",
+        "/v1/systemone", shape=PromptFields.STATE, error_format=OPENAI, prompt_param="state",
         **COMPUTING,
     ),
     **_rows(
         "/v1/embeddings", "/pooling", "/classify", shape=PromptFields.INPUT, error_format=OPENAI,
-        prompt_param="prompt", **COMPUTING | {"truncates_if_asked": True},
+        prompt_param="input", **COMPUTING | {"truncates_if_asked": True},
     ),
     **_rows(
-        "/v2/embed", shape=PromptFields.INPUT, error_format=OPENAI, prompt_param="prompt",
+        "/v2/embed", shape=PromptFields.INPUT, error_format=OPENAI, prompt_param="texts",
         **COMPUTING | {"truncates": True, "salted": False},
     ),
     **_rows(
         "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
-        shape=PromptFields.PAIRS, error_format=OPENAI, prompt_param="prompt",
+        shape=PromptFields.PAIRS, error_format=OPENAI, prompt_param="documents",
         **COMPUTING | {"truncates_if_asked": True},
     ),
     **_rows(
         "/generative_scoring", shape=PromptFields.PAIRS, error_format=OPENAI,
-        prompt_param="prompt", **COMPUTING,
+        prompt_param="items", **COMPUTING,
     ),
     **_rows(
         "/v1/audio/transcriptions", "/v1/audio/translations",

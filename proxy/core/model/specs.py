@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from proxy.core.model.role import Role
+
 if TYPE_CHECKING:
     from proxy.config.tls import WorkerTlsConfig
-    from proxy.core.model.role import Role
 
 
 @dataclass(frozen=True, slots=True)

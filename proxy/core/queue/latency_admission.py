@@ -32,7 +32,6 @@ class AdmissionSettings:
     tpot_s: Mapping[Rank, float] = field(default_factory=dict)
 
     def ttft_of(self, info: RequestInfo) -> float | None:
-        """Return the tenant's or the class's target."""
         tenant = info.tenant
         if tenant is not None and tenant.spec.ttft_s is not None and info.rank is tenant.spec.rank:
             return tenant.spec.ttft_s

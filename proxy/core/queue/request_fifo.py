@@ -68,5 +68,4 @@ class RequestFifo:
         del tickets[tickets.index(ticket, bisect_left(tickets, ticket.key, key=KEY))]
 
     def index(self, key: float) -> int:
-        """Return the place of a new ticket with this key."""
         return bisect_right(self.tickets, key, key=KEY)

@@ -73,7 +73,6 @@ def find_forbidden(
 
 
 def find_repeated(fields: Mapping[str, Any], body: bytes) -> str:
-    """Return the first repeated member of `ONCE`, or ""."""
     for name in ONCE:
         if name in fields and count_members(body, name) > 1:
             return name

@@ -73,7 +73,6 @@ def is_greedy(body: bytes) -> bool:
 
 
 def with_output(body: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the body with the tokens that were returned."""
     if not tokens:
         return body
     extra = orjson.dumps({OUTPUT_SO_FAR: list(tokens)})

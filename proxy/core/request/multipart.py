@@ -29,7 +29,6 @@ def boundary_of(content_type: bytes) -> bytes:
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
-    """Return the fields; none if the form is malformed."""
     boundary = boundary_of(content_type)
     if not boundary:
         return {}

@@ -48,7 +48,6 @@ class ResponseOwners:
                 yield response_id, worker, tenant
 
     def find_worker(self, response_id: str, tenant: Tenant | None) -> str:
-        """Return the worker of a tenant's response, or ""."""
         own = self._worker_of.get(tenant)
         return "" if own is None else own.get(response_id, "")
 

@@ -15,7 +15,6 @@ ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 
 
 def find(method: str, path: str) -> Route | Refusal:
-    """Return the route, or a refusal: 404 for the path, 405 for the method."""
     route = ROUTES.get(path) or _find_stored_response(path)
     if route is None:
         return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}{_similar(path)}")

@@ -59,7 +59,6 @@ def previous_response(fields: Mapping[str, Any]) -> bytes:
 
 
 def session_key(owner: str, model: str, session_id: bytes) -> int:
-    """Return the key; 0 without an id."""
     if not session_id:
         return 0
     named = b"\0".join((owner.encode(), model.encode(errors="replace"), session_id))

@@ -191,7 +191,6 @@ def cheapest_wait_in_time(full: list[Worker], view: View) -> CacheWait | None:
 
 
 def cost_after_wait(worker: Worker, view: View) -> tuple[float, float]:
-    """Return the cost on a full worker, and the wait for its slot."""
     waiting = 0 if view.cache_waits is None else view.cache_waits.count(worker)
     return placement_costs([worker], view)[0][0], slots.next_slot_s(worker, waiting)
 

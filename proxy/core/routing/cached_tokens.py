@@ -37,16 +37,19 @@ def with_visits(
 
     What other workers hold is a common beginning.
     """
-    visited, left = session.visited, []
+    visited, left = 0, []
     for visit in session.visits:
         worker = roster.by_index.get(visit.worker)
         if worker is None or worker.up_since != visit.since:
             continue
         if worker.reports_prefixes and not info.stored_tokens:  # the journal has them
-            visited &= ~worker.bit
-        else:
-            tokens = visit.cached_tokens(worker.kv_capacity, worker.total_written)
-            left.append((min(tokens, info.prompt_tokens), worker.bit))
+            continue
+        tokens = visit.cached_tokens(worker.kv_capacity, worker.total_written)
+        common_tokens = worker.cached_tokens(prefixes)
+        if visit.is_left_before_its_end(common_tokens):
+            tokens = min(tokens, common_tokens)
+        visited |= worker.bit
+        left.append((min(tokens, info.prompt_tokens), worker.bit))
     masks: dict[int, int] = {}
     for tokens, holders in prefixes:
         if others := holders & ~visited:

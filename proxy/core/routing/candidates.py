@@ -44,6 +44,8 @@ def find_candidates(
         workers = [worker for worker in workers if worker not in tried]
     if attempts.paused:
         workers = [worker for worker in workers if worker not in attempts.paused] or workers
+    if attempts.continues and not attempts.any_worker:  # the others may ignore its tokens
+        workers = [worker for worker in workers if worker.reports_prefixes] or workers
     if not workers and not info.pinned and (info.prompt_error or attempts.continues):
         workers = _possible_holders(pool, info, now, attempts)
     why_whole = attempts.why_whole or info.why_whole

@@ -300,7 +300,6 @@ class Placer:
         return replace(self._explain_wait(view), scores=scores)
 
     def _explain_wait(self, view: View) -> Refusal:
-        """Return why a request would be refused, or why it would wait."""
         if (wait := view.cache_wait) is not None:
             return Refusal(
                 429,

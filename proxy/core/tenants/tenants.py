@@ -98,7 +98,6 @@ class Tenant:
         return self.standings[rank] - self.unsettled[rank]
 
     def lift(self, rank: Rank, floor: float) -> None:
-        """Raise the settled standing to `floor`."""
         if (lacks := floor - self.settled(rank)) > 0:
             self.apply_lift(rank, self.lifts[rank] + lacks)
 

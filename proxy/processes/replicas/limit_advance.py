@@ -11,8 +11,6 @@ GROWTH = 2
 
 
 class LimitAdvance:
-    """A tenant's advance in one process."""
-
     __slots__ = ("_counted", "_since", "_usual", "requests", "tokens")
 
     def __init__(self, now: float) -> None:

@@ -15,17 +15,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from proxy.config.shared import SharedConfig
 from proxy.core.tenants.limits import CONCURRENCY_RETRY_S, Decided, Limit
+from proxy.core.tenants.tenants import Tenant, Tenants
 from proxy.processes.replicas import redis_server
 from proxy.processes.replicas.limit_advance import MOMENT_S, LimitAdvance
 from proxy.processes.replicas.timers import EarliestTimer, ReplyDeadline
-
-if TYPE_CHECKING:
-    from proxy.config.shared import SharedConfig
-    from proxy.core.tenants.tenants import Tenant, Tenants
-    from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 
 logger = logging.getLogger(__name__)
 

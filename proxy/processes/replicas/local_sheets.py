@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from proxy.core.fleet.worker_load import NO_LOAD
 from proxy.core.tenants.tenants import Rank
 from proxy.processes.replicas.messages import ProcessChanges
+from proxy.processes.replicas.worker_names import WorkerNames
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
     BREAKER_CHANGES,
@@ -21,9 +21,6 @@ from proxy.processes.shared.process_sheet import (
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
-
-if TYPE_CHECKING:
-    from proxy.processes.replicas.worker_names import WorkerNames
 
 NO_USAGE = TenantRow()
 

@@ -6,14 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from proxy.core.request.response_owners import MAX_RESPONSES
-from proxy.processes.ipc_messages import Joined, Serving, StoredResponses, WorkerDrained
-
-if TYPE_CHECKING:
-    from proxy.processes.ipc_messages import Message
-    from proxy.processes.replicas.messages import Drained, Update
+from proxy.processes.ipc_messages import Joined, Message, Serving, StoredResponses, WorkerDrained
+from proxy.processes.replicas.messages import Drained, Update
 
 MAX_RESPONSES_SENT = 2000  # in an update
 MAX_DRAINS = 4096

@@ -52,8 +52,6 @@ class FlushTimer:
 
 
 class PublishTimes:
-    """Waits for the times at which changes are published."""
-
     def __init__(self) -> None:
         self._is_woken = False
         self._wait_ends: asyncio.Future[None] | None = None

@@ -7,12 +7,10 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from proxy.config.shared import SharedConfig
 from proxy.errors import ProxyError
-
-if TYPE_CHECKING:
-    from proxy.config.shared import SharedConfig
 
 PATH = "router.shared"
 VERSION = 2  # replicas of another version use another channel
@@ -170,7 +168,6 @@ async def connect(
     key: str,
     received: Callable[[bytes], None] = _ignore,
 ) -> RedisConnection:
-    """Connect to the server that has a key."""
     factory = client(settings, password)
     try:
         if settings.cluster:

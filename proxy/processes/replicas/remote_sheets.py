@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from itertools import count
 from math import inf
 from operator import add
-from typing import TYPE_CHECKING
 
 from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.worker_load import NO_LOAD
@@ -25,6 +24,7 @@ from proxy.processes.replicas.messages import (
     Update,
     Usage,
 )
+from proxy.processes.replicas.worker_names import WorkerNames
 from proxy.processes.shared.limits import FLOORS_ROW
 from proxy.processes.shared.process_sheet import (
     BREAKER_CHANGES,
@@ -37,9 +37,6 @@ from proxy.processes.shared.process_sheet import (
     TrafficRow,
 )
 from proxy.processes.shared.shared_memory import MAX_REMOTE, SharedTable
-
-if TYPE_CHECKING:
-    from proxy.processes.replicas.worker_names import WorkerNames
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +86,6 @@ class Member:
 
 
 class RemoteSheets:
-    """The replicas that this host knows."""
-
     def __init__(self, table: SharedTable, workers: WorkerNames) -> None:
         self.members: dict[str, Member] = {}  # alive, or silent for less than FORGET_S
         self.history: dict[str, Settled] = {}

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from proxy.config.shared import SharedConfig
 from proxy.metrics.replica_counts import ReplicaCounts
 from proxy.processes.ipc_messages import (
+    Message,
     StoredResponses,
     UrgentChange,
     WorkerDrained,
@@ -40,11 +41,7 @@ from proxy.processes.replicas.publish_times import (
 from proxy.processes.replicas.remote_sheets import LEASE_S, RemoteSheets
 from proxy.processes.replicas.reservations import Reservations, slots_for_others
 from proxy.processes.replicas.worker_names import WorkerNames
-
-if TYPE_CHECKING:
-    from proxy.config.shared import SharedConfig
-    from proxy.processes.ipc_messages import Message
-    from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 
 logger = logging.getLogger(__name__)
 

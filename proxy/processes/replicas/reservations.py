@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from sys import maxsize
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.processes.replicas.remote_sheets import Member
+from proxy.processes.replicas.remote_sheets import Member
 
 
 class Reservations:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from proxy.processes.ipc_messages import WorkersChanged
+from proxy.processes.ipc_messages import WorkersChanged
 
 
 class WorkerNames:

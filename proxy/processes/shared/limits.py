@@ -15,9 +15,12 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableSequence
 from operator import sub
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from proxy.core.tenants.tenants import ChangedTenants, Rank
+from proxy.core.queue.fairness import ShareCounters
+from proxy.core.tenants.limits import TenantUsage
+from proxy.core.tenants.tenants import ChangedTenants, Rank, Tenant, Tenants
+from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.process_sheet import (
     LIFE,
     MAX_TENANTS,
@@ -26,12 +29,6 @@ from proxy.processes.shared.process_sheet import (
     TenantRow,
 )
 from proxy.processes.shared.shared_memory import Peers, SharedTable
-
-if TYPE_CHECKING:
-    from proxy.core.queue.fairness import ShareCounters
-    from proxy.core.tenants.limits import TenantUsage
-    from proxy.core.tenants.tenants import Tenant, Tenants
-    from proxy.processes.shared.load import SharedLoad
 
 logger = logging.getLogger(__name__)
 

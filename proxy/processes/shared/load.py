@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from operator import add
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from proxy.core.fleet.breaker import BreakerSnapshot
+from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.remote_load import own_load
-from proxy.core.fleet.worker import NO_LIMIT
+from proxy.core.fleet.worker import NO_LIMIT, Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import (
     BREAKER_CHANGES,
@@ -29,10 +30,6 @@ from proxy.processes.shared.process_sheet import (
 from proxy.processes.shared.shared_memory import SETTLE_S, Peer, Peers, SharedTable
 from proxy.processes.shared.urgent_changes import UrgentChanges
 from proxy.processes.shared.worker_marks import WorkerMarks
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.charges import Fleet
-    from proxy.core.fleet.worker import Worker
 
 READ_INTERVAL_S = 0.002
 # Without other processes on this host, messages of others are read within this time.

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.worker import Worker
 from proxy.core.learned.sessions import Session, Visit
+from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.process_sheet import LENGTH_BITS, LENGTH_MASK, LIFE, ProcessSheet
 
-if TYPE_CHECKING:
-    from proxy.core.fleet.charges import Fleet
-    from proxy.core.fleet.worker import Worker
-    from proxy.processes.shared.load import SharedLoad
-
-
-TURN = 0  # then key, tokens, depths and marks, 1 if it is the only visit, the key before
-TURN_WORDS = 9
+# Then key, the prompt's tokens with those of prompt and response, depths and marks, 1 if it is the
+# only visit, the key before.
+TURN = 0
+TURN_WORDS, TOKEN_BITS = 9, 32
 MAX_UNREAD = 32_768  # prompts of other processes
 MAX_UNREAD_HASHES = 1_048_576
 
@@ -80,7 +78,8 @@ class SharedPrefixes:
         if worker is not None and self._shared_load.marks.mark_of(worker):
             sole = len(session.visits) == 1
             marks = session.depth, session.mark, *session.tail
-            entry = (TURN, session.key, visit.tokens, *marks, int(sole), session.known_as)
+            tokens = visit.prompt_tokens << TOKEN_BITS | visit.tokens
+            entry = (TURN, session.key, tokens, *marks, int(sole), session.known_as)
             session.known_as = session.key
             self._add(worker, entry)
 
@@ -91,10 +90,11 @@ class SharedPrefixes:
         sessions.rename(session, key)
         session.known_as = key
         if sole:
-            session.visits, session.visited = [], 0
+            session.visits = []
         session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)
-        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written)
-        session.add_visit(visit, estimated=not worker.reports_prefixes)
+        prompt, tokens = tokens >> TOKEN_BITS, tokens & (1 << TOKEN_BITS) - 1
+        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written, prompt)
+        session.add_visit(visit)
 
     def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""

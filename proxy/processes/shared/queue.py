@@ -11,23 +11,17 @@ one beat.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 from zlib import crc32
 
-from proxy.core.queue.buckets import IN_ORDER
+from proxy.core.queue.buckets import IN_ORDER, AgeOrder, LastDispatch
 from proxy.core.queue.dispatch import NO_TURN
-from proxy.core.queue.request_fifo import LONG, SHORT, Place
+from proxy.core.queue.eviction import Amounts
+from proxy.core.queue.queue import Queue
+from proxy.core.queue.request_fifo import LONG, SHORT, Place, SortKey
 from proxy.core.tenants.tenants import Rank
+from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.process_sheet import BYTES, PLACES, TOKENS, WAITING, QueueFront
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from proxy.core.queue.buckets import AgeOrder, LastDispatch
-    from proxy.core.queue.eviction import Amounts
-    from proxy.core.queue.queue import Queue
-    from proxy.core.queue.request_fifo import SortKey
-    from proxy.processes.shared.load import SharedLoad
 
 HOLD_S = 0.01
 REMOTE_HOLD_S = 0.04  # with queues on other hosts, whose states come later
@@ -38,8 +32,6 @@ BATCH = Rank.BATCH
 
 
 class SharedQueues:
-    """The queues of the other processes."""
-
     def __init__(self, queue: Queue, shared_load: SharedLoad) -> None:
         self.length = self.bytes = self.tokens = 0  # on this host, as the limits are
         self.waits = False  # True if a request waits in any other queue

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from proxy.core.router import Router
 from proxy.processes.shared.limits import SharedLimits
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.prefixes import SharedPrefixes
 from proxy.processes.shared.process_sheet import LIFE
 from proxy.processes.shared.queue import SharedQueues
+from proxy.processes.shared.shared_memory import SharedTable
 from proxy.processes.shared.traffic import SharedTraffic
-
-if TYPE_CHECKING:
-    from proxy.core.router import Router
-    from proxy.processes.shared.shared_memory import SharedTable
 
 
 def share_router(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from zlib import crc32
 
+from proxy.core.router import Router
+from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.process_sheet import LIFE, PLACES, ProcessSheet, TrafficRow
-
-if TYPE_CHECKING:
-    from proxy.core.router import Router
-    from proxy.processes.shared.load import SharedLoad
 
 EXCHANGE_INTERVAL_S = 0.05
 NO_TRAFFIC = TrafficRow()

@@ -6,18 +6,15 @@ Otherwise the supervisor looks 10 times a second.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.worker import Worker
 from proxy.processes.shared.process_sheet import (
     BREAKER_CHANGES,
     LARGE_PREFILLS,
     WAITING,
     ProcessSheet,
 )
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.processes.shared.shared_memory import SharedTable
+from proxy.processes.shared.shared_memory import SharedTable
 
 
 class UrgentChanges:

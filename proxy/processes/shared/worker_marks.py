@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from xxhash import xxh3_64_intdigest
 
+from proxy.core.fleet.worker import Worker
 from proxy.processes.shared.process_sheet import LENGTH_BITS
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
 
 
 class WorkerMarks:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from proxy.core.model import refusals
+from proxy.core.model.types import Refusal
 from proxy.core.request.client_fields import HEADERS, KEYS
-
-if TYPE_CHECKING:
-    from proxy.core.model.types import Refusal
-    from proxy.core.tenants.tenants import Tenants
-    from proxy.http.request import RequestHead
+from proxy.core.tenants.tenants import Tenants
+from proxy.http.request import RequestHead
 
 BEARER = b"bearer "
 # Load balancers and scrapers need no key.

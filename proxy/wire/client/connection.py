@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from proxy.core.model import refusals
 from proxy.core.model.refusals import RefusedError
@@ -25,13 +25,11 @@ from proxy.wire.client.closing import Closing
 from proxy.wire.client.local_endpoints import METRICS, local_response
 from proxy.wire.client.metrics_request import MetricsRequest
 from proxy.wire.client.upload_deadline import UploadDeadline
+from proxy.wire.context import WireContext
+from proxy.wire.extension import Conversation
+from proxy.wire.settings import WireSettings
 from proxy.wire.sockets import socket_of
 from proxy.wire.worker.keepalive import enable_keepalive
-
-if TYPE_CHECKING:
-    from proxy.wire.context import WireContext
-    from proxy.wire.extension import Conversation
-    from proxy.wire.settings import WireSettings
 
 # Limits on pipelined requests.
 MAX_AHEAD_BYTES, MAX_AHEAD_REQUESTS = 256 << 10, 256

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import orjson
 
+from proxy.core.fleet.roster import Roster
 from proxy.core.model import refusals
 from proxy.core.model.types import Reason, Refusal
-from proxy.core.tenants.tenants import allowed_models
+from proxy.core.tenants.tenants import Tenant, allowed_models
 from proxy.http.local_responses import refuse, respond
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.roster import Roster
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.http.request import Request, RequestHead
-    from proxy.wire.context import WireContext
+from proxy.http.request import Request, RequestHead
+from proxy.wire.context import WireContext
 
 METRICS, MODELS = "/metrics", "/v1/models"
 ONE_MODEL = f"{MODELS}/"  # names may contain slashes
@@ -67,7 +64,6 @@ def models(roster: Roster, tenant: Tenant | None = None) -> bytes:
 
 
 def model(roster: Roster, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
-    """Return one model, or the refusal of requests for that model."""
     models = allowed_models(roster.models(), tenant)
     if not roster.serves(name):
         return refusals.model_not_served(name, models, all_listed=roster.all_listed())

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.local_responses import refuse, respond
-
-if TYPE_CHECKING:
-    from proxy.http.request import Request
-    from proxy.wire.context import WireContext
-    from proxy.wire.extension import Recipient
+from proxy.http.request import Request
+from proxy.wire.context import WireContext
+from proxy.wire.extension import Recipient
 
 logger = logging.getLogger(__name__)
 

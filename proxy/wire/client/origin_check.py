@@ -7,15 +7,12 @@ Repeated heads on a connection are not checked again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from proxy.config.admin import is_loopback
 from proxy.core.model import refusals
-
-if TYPE_CHECKING:
-    from proxy.core.model.types import Refusal
-    from proxy.http.request import RequestHead
+from proxy.core.model.types import Refusal
+from proxy.http.request import RequestHead
 
 PAGES = ("http", "https")
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
 from proxy.core.model import refusals
 from proxy.core.model.types import Reason, Refusal
-
-if TYPE_CHECKING:
-    from proxy.wire.settings import WireSettings
+from proxy.wire.settings import WireSettings
 
 
 class UploadDeadline:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from math import inf
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
 from proxy.core.model import refusals
 from proxy.core.model.types import Outcome, Refusal
-from proxy.http.response_parser import OK
+from proxy.http.response_parser import OK, ResponseHead
 from proxy.wire.exchange.continuation import (
     REFUSED_TOO,
     attempts_elsewhere,
@@ -36,6 +37,7 @@ from proxy.wire.exchange.progress import (
 )
 from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import PREFILLING, SENT
+from proxy.wire.exchange.stream_fast_path import StreamFastPath
 from proxy.wire.exchange.targets import body_with_targets
 from proxy.wire.exchange.worker_errors import (
     MAX_ERROR_BYTES,
@@ -48,15 +50,8 @@ from proxy.wire.exchange.worker_errors import (
 from proxy.wire.handover.first_token import begins_with_error
 from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.timeouts import MAX_WAIT_FACTOR, extra_timeout_s, is_only_slow, response_timeout_s
-from proxy.wire.worker.connection import WorkerError
+from proxy.wire.worker.connection import WorkerConnection, WorkerError
 from proxy.wire.worker.request_bytes import to_worker
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.fleet.worker import Worker
-    from proxy.http.response_parser import ResponseHead
-    from proxy.wire.exchange.stream_fast_path import StreamFastPath
-    from proxy.wire.worker.connection import WorkerConnection
 
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
 TOO_MANY_REQUESTS, SERVER_ERROR, UNAVAILABLE = 429, 500, 503

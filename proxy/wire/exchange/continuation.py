@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from proxy.core.fleet.leases import NO_WORKERS, Attempts
+from proxy.core.fleet.leases import NO_WORKERS, Attempts, Lease
 from proxy.core.model.refusals import no_worker_left
-from proxy.core.model.types import Outcome
+from proxy.core.model.types import Outcome, Refusal
 from proxy.core.request.continuable import (
     DIFFERS,
     FIELD,
@@ -25,16 +25,11 @@ from proxy.core.request.continuable import (
     with_output,
 )
 from proxy.core.request.continued_text import TextSoFar, why_not_by_text, with_text
-from proxy.http.sent_text import FAILED, EngineFailedError, TextDiffersError
+from proxy.http.sent_text import FAILED, EngineFailedError, SentText, TextDiffersError
+from proxy.wire.exchange.owner import AttemptOwner
+from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.worker.connection import WorkerError
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.model.types import Refusal
-    from proxy.http.sent_text import SentText
-    from proxy.wire.exchange.owner import AttemptOwner
-    from proxy.wire.exchange.response_writer import ResponseWriter
 
 # After this time without a token, a stream leaves a worker that is down.
 SILENT_S = 10.0
@@ -277,7 +272,6 @@ def is_silent(exchange: AttemptOwner, now: float) -> bool:
 
 
 def expect_repeated(exchange: AttemptOwner, begun: ResponseWriter) -> ResponseWriter:
-    """Expect the other worker's text from its beginning."""
     text, sent = exchange.text_so_far, exchange.sent_text
     if sent is not None:
         exchange.repeated = sent.rest(None if text is None else text.space)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.wire.exchange.request_record import RequestRecord
+from proxy.wire.exchange.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
 

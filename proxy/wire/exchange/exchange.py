@@ -13,21 +13,26 @@ import logging
 from collections.abc import Collection
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
-from proxy.core.fleet.leases import LegFailure
+from proxy.core.fleet.leases import Lease, LegFailure
+from proxy.core.fleet.worker import Worker
 from proxy.core.lifecycle import billing
 from proxy.core.model import refusals
 from proxy.core.model.refusals import RefusedError
-from proxy.core.model.route_table import PromptFields
-from proxy.core.model.types import Outcome, Reason, Refusal
+from proxy.core.model.route_table import PromptFields, Route
+from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.ticket import Ticket
 from proxy.core.request.continuable import ENDS, HANDOVER, NO_WORKER, WAITS
+from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.json_limits import LARGE_BODY_BYTES
 from proxy.core.request.response_owners import OWNER_WAIT_S, OwnerWait
+from proxy.core.tenants.limits import LimitExceeded, PendingDecision
 from proxy.http.local_responses import refuse
+from proxy.http.request import Request
+from proxy.http.response_parser import ResponseHead
 from proxy.metrics.registry import CLIENT_GONE
+from proxy.wire.context import WireContext
 from proxy.wire.exchange.attempt import Attempt
 from proxy.wire.exchange.continuation import Obstacle, record_not_continued
 from proxy.wire.exchange.moves import SETTLE_S, move_request
@@ -36,20 +41,9 @@ from proxy.wire.exchange.progress import break_off
 from proxy.wire.exchange.state import COUNTING, DONE, LIMITING, QUEUED
 from proxy.wire.exchange.targets import read_request
 from proxy.wire.exchange.tokenize import TokenizeRequest
+from proxy.wire.extension import Client
+from proxy.wire.large_body_queue import LargeBodyReader
 from proxy.wire.worker.connection import WorkerError
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.model.route_table import Route
-    from proxy.core.model.types import RequestInfo
-    from proxy.core.request.json_body import LargeBody
-    from proxy.core.tenants.limits import LimitExceeded, PendingDecision
-    from proxy.http.request import Request
-    from proxy.http.response_parser import ResponseHead
-    from proxy.wire.context import WireContext
-    from proxy.wire.extension import Client
-    from proxy.wire.large_body_queue import LargeBodyReader
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +229,9 @@ class Exchange(AttemptOwner):
 
     def uses(self, worker: Worker) -> bool:
         lease = None if self._attempt is None else self._attempt.lease
-        return lease is not None and worker in (lease.worker, lease.running_leg.worker)
+        if lease is None or self.state is DONE:
+            return False
+        return worker in (lease.worker, lease.running_leg.worker)
 
     def move(self, now: float) -> str:
         attempt = self._attempt

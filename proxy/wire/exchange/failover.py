@@ -7,19 +7,15 @@ accepts keeps waiting: the probes may be wrong.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.wire.context import ServedExchange
+from proxy.core.fleet.worker import Worker
+from proxy.wire.context import ServedExchange
 
 # Counted from the failed probes.
 DOWN_GRACE_S = 10.0
 
 
 class Failover:
-    """Workers that are down with requests."""
-
     def __init__(self) -> None:
         self._since: dict[Worker, float] = {}
 

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.roster import Roster
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Outcome
 from proxy.core.request.continuable import (
     ENDS,
@@ -25,6 +28,7 @@ from proxy.core.request.continuable import (
     WAITS,
 )
 from proxy.core.request.continued_text import TextSoFar
+from proxy.wire.context import ServedExchange
 from proxy.wire.exchange.continuation import (
     Obstacle,
     continuing_attempts,
@@ -32,15 +36,9 @@ from proxy.wire.exchange.continuation import (
     needs_journal,
     prepare_continuation,
 )
+from proxy.wire.exchange.owner import AttemptOwner
+from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.worker.connection import WorkerError
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.fleet.roster import Roster
-    from proxy.core.fleet.worker import Worker
-    from proxy.wire.context import ServedExchange
-    from proxy.wire.exchange.owner import AttemptOwner
-    from proxy.wire.exchange.response_writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from proxy.core.model.route_table import Route
+from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
+from proxy.core.request.continued_text import TextSoFar
+from proxy.http.request import Request
+from proxy.http.response_parser import ResponseHead
+from proxy.http.sent_text import RestOfText, SentText
+from proxy.wire.context import WireContext
 from proxy.wire.exchange.request_record import RequestRecord
+from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import READING, ExchangeState, may_follow
-
-if TYPE_CHECKING:
-    from proxy.core.model.route_table import Route
-    from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
-    from proxy.core.request.continued_text import TextSoFar
-    from proxy.http.request import Request
-    from proxy.http.response_parser import ResponseHead
-    from proxy.http.sent_text import RestOfText, SentText
-    from proxy.wire.context import WireContext
-    from proxy.wire.exchange.response_writer import ResponseWriter
-    from proxy.wire.extension import Client
-    from proxy.wire.handover.two_legs import TwoLegExchange
-    from proxy.wire.worker.connection import WorkerError
+from proxy.wire.extension import Client
+from proxy.wire.handover.two_legs import TwoLegExchange
+from proxy.wire.worker.connection import WorkerError
 
 MAX_PIECES = 32  # of a stream's text that is not counted yet
 

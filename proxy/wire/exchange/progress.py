@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from proxy.core.fleet.leases import Lease
 from proxy.core.model.types import Outcome, Refusal
 from proxy.core.request.client_fields import OPTIONS
-from proxy.http.response_parser import OK
+from proxy.http.response_parser import OK, ResponseHead
+from proxy.http.sse import EventStream
 from proxy.wire.exchange.continuation import keep_for_continuation
+from proxy.wire.exchange.owner import AttemptOwner
 from proxy.wire.exchange.response_writer import (
     BodyEdits,
     ResponseWriter,
@@ -16,12 +17,6 @@ from proxy.wire.exchange.response_writer import (
 )
 from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.exchange.stream_fast_path import StreamCounter, StreamFastPath
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.http.response_parser import ResponseHead
-    from proxy.http.sse import EventStream
-    from proxy.wire.exchange.owner import AttemptOwner
 
 BAD_REQUEST, BAD_GATEWAY = 400, 502
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import Decision
 from proxy.core.model.finished_request import FinishedRequest
-from proxy.core.model.types import Reason
-from proxy.core.tenants.tenants import Rank
+from proxy.core.model.types import Reason, RequestInfo
+from proxy.core.tenants.tenants import Rank, Tenant
+from proxy.http.request import Request
 from proxy.http.trace import Trace, id_in
-from proxy.metrics.registry import class_of
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Decision
-    from proxy.core.model.types import RequestInfo
-    from proxy.core.tenants.tenants import Tenant
-    from proxy.http.request import Request
-    from proxy.metrics.histogram import Histogram
-    from proxy.metrics.registry import Metrics
+from proxy.metrics.histogram import Histogram
+from proxy.metrics.registry import Metrics, class_of
 
 BATCH = Rank.BATCH
 TRACE = b"traceparent"

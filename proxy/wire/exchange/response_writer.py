@@ -6,12 +6,16 @@ Nothing is written before the first byte of the body, so that a retry stays poss
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from proxy.core.fleet.leases import Decision
 from proxy.core.model.route_table import route_names
+from proxy.core.model.types import RequestInfo, Usage
 from proxy.http.headers import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.http.local_responses import decision_header
-from proxy.http.response_parser import NO_CONTENT, NOT_MODIFIED, OK
+from proxy.http.request import Request
+from proxy.http.response_parser import NO_CONTENT, NOT_MODIFIED, OK, ResponseHead
+from proxy.http.sent_text import SentText
 from proxy.http.sse import (
     TAIL,
     USAGE,
@@ -23,13 +27,6 @@ from proxy.http.sse import (
     usage_with_output,
 )
 from proxy.wire.handover.first_token import find_result
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Decision
-    from proxy.core.model.types import RequestInfo, Usage
-    from proxy.http.request import Request
-    from proxy.http.response_parser import ResponseHead
-    from proxy.http.sent_text import SentText
 
 CONTENT_LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')

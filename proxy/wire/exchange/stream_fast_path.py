@@ -6,19 +6,14 @@ without parsing. Other reads go to the parser, which is between two chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from proxy.http.sse import USAGE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.lifecycle.lease_book import LeaseBook
-    from proxy.http.sse import EventStream
-    from proxy.metrics.registry import Metrics
-    from proxy.wire.exchange.request_record import RequestRecord
+from proxy.core.fleet.leases import Lease
+from proxy.core.lifecycle.lease_book import LeaseBook
+from proxy.http.sse import USAGE, EventStream
+from proxy.metrics.registry import Metrics
+from proxy.wire.exchange.request_record import RequestRecord
 
 CHUNK_END = b"\n\n\r\n"
 MAX_SIZE_DIGITS = 4
@@ -37,8 +32,6 @@ def size_line(length: int) -> bytes:
 
 
 class StreamCounter:
-    """Counts the tokens and bytes of one stream."""
-
     __slots__ = ("_lease", "_leases", "_metrics", "_record")
 
     def __init__(

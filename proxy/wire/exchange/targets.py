@@ -5,25 +5,20 @@ Both are durations: no clocks are compared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING
 
 import orjson
 
 from proxy.core.model.refusals import bad_request
-from proxy.core.model.types import ReceivedRequest, Refusal
+from proxy.core.model.types import ReceivedRequest, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import NO_TARGETS
+from proxy.core.request.json_body import LargeBody
 from proxy.core.request.json_edit import edit_members
 from proxy.core.request.response_owners import UnknownOwnerError
 from proxy.core.request.session_key import id_in_headers
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from proxy.core.model.types import RequestInfo
-    from proxy.core.request.json_body import LargeBody
-    from proxy.wire.exchange.owner import AttemptOwner
-    from proxy.wire.settings import WireSettings
+from proxy.wire.exchange.owner import AttemptOwner
+from proxy.wire.settings import WireSettings
 
 HEADER, HEADER_NAME = b"x-request-deadline-ms", "X-Request-Deadline-Ms"
 MAX_MS, MAX_DIGITS = 3_600_000, 7
@@ -34,7 +29,6 @@ NO_NAMES: frozenset[str] = frozenset()
 def deadline_in(
     headers: Mapping[bytes, bytes], now: float, settings: WireSettings
 ) -> float | Refusal:
-    """Return a client's deadline; inf without one."""
     value = headers.get(HEADER)
     if value is None or not settings.client_deadlines:
         return inf

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
 
 import orjson
 
 from proxy.http.response_parser import OK, ResponseHead
+from proxy.wire.worker.connection import ConnectionPool, WorkerConnection, WorkerError
 from proxy.wire.worker.request_bytes import post_json
-
-if TYPE_CHECKING:
-    from proxy.wire.worker.connection import ConnectionPool, WorkerConnection, WorkerError
 
 MAX_RESPONSE_BYTES = 1 << 20
 

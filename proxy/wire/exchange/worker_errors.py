@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.leases import Lease
 from proxy.core.model import refusals
+from proxy.core.model.types import Refusal
 from proxy.core.tenants.tenants import allowed_models
 from proxy.http.response_parser import OK
+from proxy.wire.exchange.owner import AttemptOwner
+from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.handover.first_token import begins_with_error
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.model.types import Refusal
-    from proxy.wire.exchange.owner import AttemptOwner
-    from proxy.wire.exchange.response_writer import ResponseWriter
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 MAX_ERROR_BYTES = 1 << 16  # that are read

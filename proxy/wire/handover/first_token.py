@@ -23,7 +23,6 @@ FAILED = re.compile(
 
 
 def find_result(text: bytes) -> int:
-    """Return the offset of the first event after the opening; -1 if none."""
     at = 0
     if not text.startswith(STREAM_STARTS):
         return 0  # not an event stream
@@ -43,5 +42,4 @@ def _is_quiet(text: bytes, at: int, end: int) -> bool:
 
 
 def begins_with_error(text: bytes) -> bool:
-    """Return True if the first event after the opening is an error."""
     return FAILED.match(text, max(find_result(text), 0)) is not None

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from proxy.http.response_parser import OK
-from proxy.wire.worker.connection import WorkerError
-
-if TYPE_CHECKING:
-    from proxy.http.response_parser import ResponseHead
-    from proxy.wire.worker.connection import WorkerConnection
+from proxy.http.response_parser import OK, ResponseHead
+from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 MAX_RESPONSE_BYTES = 64 << 20  # may list all token ids
 # From head to end of the response: the worker keeps the blocks only briefly.

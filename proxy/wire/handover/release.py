@@ -7,20 +7,18 @@ refuses before scheduling, so the router sends a request that must be refused.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
+from proxy.http.response_parser import ResponseHead
 from proxy.transfer.types import Pair, PrefillResult
+from proxy.wire.context import WireContext
+from proxy.wire.handover.prefill_leg import PrefillLeg
+from proxy.wire.worker.connection import WorkerConnection, WorkerError
 from proxy.wire.worker.request_bytes import post_json
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.http.response_parser import ResponseHead
-    from proxy.wire.context import WireContext
-    from proxy.wire.handover.prefill_leg import PrefillLeg
-    from proxy.wire.worker.connection import WorkerConnection, WorkerError
 
 RELEASED, LEFT_TO_EXPIRE = "released", "left_to_expire"
 # Refusals after the connector has the parameters; a 401 comes before.

@@ -10,14 +10,18 @@ import logging
 import os
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proxy.core.fleet.kv_links import ANY_DECODE, BARRED_S
+from proxy.core.fleet.leases import Lease
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.types import Outcome
 from proxy.core.routing.handover_cost import is_healthy
+from proxy.http.request import Request
 from proxy.metrics.handovers import ANY
 from proxy.transfer.legs import IDS, decode_body, prefill_body
 from proxy.transfer.types import Pair, PrefillResult, usage_of
+from proxy.wire.context import WireContext
 from proxy.wire.handover import first_token
 from proxy.wire.handover.prefill_leg import PrefillLeg, PrefillOwner
 from proxy.wire.handover.release import (
@@ -28,15 +32,8 @@ from proxy.wire.handover.release import (
     release_blocks,
 )
 from proxy.wire.timeouts import decode_timeout_s, prefill_timeout_s, response_timeout_s
-from proxy.wire.worker.connection import WorkerError
+from proxy.wire.worker.connection import ResponseReceiver, WorkerConnection, WorkerError
 from proxy.wire.worker.request_bytes import to_worker
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.fleet.worker import Worker
-    from proxy.http.request import Request
-    from proxy.wire.context import WireContext
-    from proxy.wire.worker.connection import ResponseReceiver, WorkerConnection
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,19 @@ import logging
 from collections.abc import Callable
 from enum import StrEnum
 from math import inf
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
+from proxy.core.model.specs import WorkerSpec
 from proxy.http.response_parser import ResponseError, ResponseHead, ResponseParser
 from proxy.net.resolver import NoAddressAnswersError, connect
 from proxy.net.tls import TlsError, to_worker
 from proxy.transfer.types import Side
+from proxy.wire.exchange.stream_fast_path import StreamFastPath
+from proxy.wire.settings import WireSettings
 from proxy.wire.sockets import unacknowledged
 from proxy.wire.worker.keepalive import PROBES_AND_TIMEOUT, enable_keepalive
-
-if TYPE_CHECKING:
-    from proxy.core.model.specs import WorkerSpec
-    from proxy.wire.exchange.stream_fast_path import StreamFastPath
-    from proxy.wire.settings import WireSettings
-    from proxy.wire.write_batch import WriteBatch
+from proxy.wire.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +253,6 @@ class WorkerConnection(asyncio.Protocol):
         self._pass_on(now, caller)
 
     def eof_received(self) -> None:
-        """End the response, or send the request again."""
         if self._used and self._reader.untouched and self._is_unconfirmed():
             self._send_again()
         else:

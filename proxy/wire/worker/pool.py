@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from proxy.core.fleet.worker import Worker
+from proxy.core.model.specs import WorkerSpec
+from proxy.wire.settings import WireSettings
 from proxy.wire.worker.connection import ConnectionPool
-
-if TYPE_CHECKING:
-    from proxy.core.fleet.worker import Worker
-    from proxy.core.model.specs import WorkerSpec
-    from proxy.wire.settings import WireSettings
-    from proxy.wire.write_batch import WriteBatch
+from proxy.wire.write_batch import WriteBatch
 
 
 def connection_key(spec: WorkerSpec) -> tuple[object, ...]:
-    """Return the parts of a spec that connections depend on."""
     return spec.url, spec.api_key, spec.tls
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from proxy.http.headers import JSON
-
-if TYPE_CHECKING:
-    from proxy.http.request import Request
-    from proxy.wire.worker.connection import ConnectionPool
+from proxy.http.request import Request
+from proxy.wire.worker.connection import ConnectionPool
 
 # Larger bodies are not copied behind their head.
 MAX_JOINED_BYTES = 1 << 16

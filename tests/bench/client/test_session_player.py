@@ -51,6 +51,10 @@ async def test_a_prompt_extends_the_last_prompt_and_answer(path: str) -> None:
     assert task.seconds is not None
     assert run.outcomes[1].at >= run.outcomes[0].end + 0.2
     assert fake.most_under_way == 1
+    if path == COMPLETIONS:  # with another space, no cache would have the answer's tokens
+        one, two, _ = prompts(fake)
+        assert two.startswith(f"{one} a a a a ")
+        assert "  " not in two
     if path == CHAT:
         roles = [[message["role"] for message in body["messages"]] for body in fake.played]
         assert roles[1:] == [["user", *["assistant", "user"] * turn] for turn in (1, 2)]
@@ -76,6 +80,17 @@ async def test_sub_agents_run_at_once_and_repeat_their_parents_prompt() -> None:
     (task,) = run.sessions
     assert (task.done, task.sub_agents) == (2, 4)
     assert max(outcome.at for outcome in run.outcomes) == run.outcomes[-1].at
+
+
+async def test_think_time_is_that_which_the_task_waited_for() -> None:
+    slow = Session("s.0", (Turn(5, 2, think_s=0.3), Turn(5, 2, think_s=0.2)))
+    fast = Session("s.1", (Turn(5, 2, think_s=0.1),))
+    turns = (Turn(40, 2, forks=(slow, fast)), Turn(5, 2, think_s=0.1))
+    run = await played(FakeOpenAI(), Session("s", turns))
+    (task,) = run.sessions
+    assert task.think_s == pytest.approx(0.6)
+    assert task.seconds is not None
+    assert task.seconds >= 0.6
 
 
 async def test_turns_name_their_session_and_prefixes_are_shared() -> None:
@@ -127,3 +142,18 @@ async def test_what_exceeds_the_models_context_is_compacted() -> None:
     assert run.cut == 1
     assert max(outcome.prompt_tokens for outcome in run.outcomes) < 400
     assert "compacted" in " ".join(run.warnings())
+
+
+@pytest.mark.parametrize("prefix", [100, 380])
+async def test_messages_that_the_plan_does_not_count_are_compacted(prefix: int) -> None:
+    fake = FakeOpenAI(max_model_len=400, message_tokens=12)
+    fork = Session("s.1", (Turn(20, 2), Turn(20, 2)), (("system", prefix),))
+    turns = (*[Turn(2, 2)] * 20, Turn(2, 2, forks=(fork,)), *[Turn(2, 2)] * 20)
+    run = await played(fake, Session("s", turns, (("system", prefix),)), path=CHAT)
+    sent = [outcome.prompt_tokens + outcome.output_tokens for outcome in run.outcomes]
+    assert 300 < max(sent) <= 400
+    assert run.cut
+    assert [task.done for task in run.sessions] == [41]
+    if prefix == 100:  # a compacted prompt begins with the shared prefix
+        assert len({tuple(text.split()[:40]) for text in prompts(fake)}) == 1
+        assert all(outcome.context_tokens for outcome in run.outcomes[1:])

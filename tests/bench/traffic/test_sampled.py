@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import pytest
 
 from vllm_sched.bench.traffic.sampled import MAX_STRETCHES, STRETCH_LINES, Sampled
 from vllm_sched.bench.traffic.types import Request, TrafficSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Numbered(TrafficSource):

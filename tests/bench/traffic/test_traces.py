@@ -61,20 +61,27 @@ def test_trace_from_a_pipe_can_be_played_repeatedly(tmp_path: Path) -> None:
     assert trace.count == 3
 
 
+def piped(folder: Path, *lines: Any) -> RequestTrace:
+    reading, writing = os.pipe()
+    os.write(writing, written(folder, *lines).read_bytes())
+    os.close(writing)
+    with os.fdopen(reading):
+        return RequestTrace(Path(f"/dev/fd/{reading}"))
+
+
+@pytest.mark.parametrize("line", [GOOD[0] | {"session_id": "a"}, {"turns": [{"text": "hi"}]}])
+def test_sessions_from_a_pipe_are_refused(tmp_path: Path, line: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"line 2: sessions are not read from a pipe; write them"):
+        piped(tmp_path, GOOD[0], line)
+
+
 def test_trace_from_a_pipe_is_limited_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def piped(*lines: Any) -> RequestTrace:
-        reading, writing = os.pipe()
-        os.write(writing, written(tmp_path, *lines).read_bytes())
-        os.close(writing)
-        with os.fdopen(reading):
-            return RequestTrace(Path(f"/dev/fd/{reading}"))
-
     monkeypatch.setattr(traces, "MAX_REQUESTS", len(GOOD))
-    assert piped(*GOOD).count == len(GOOD)
+    assert piped(tmp_path, *GOOD).count == len(GOOD)
     with pytest.raises(UsageError, match=r"pipe's requests are kept in memory, at most 3; write"):
-        piped(*GOOD, GOOD[-1], "{not read")
+        piped(tmp_path, *GOOD, GOOD[-1], "{not read")
     assert RequestTrace(written(tmp_path, *GOOD, GOOD[-1])).count == len(GOOD) + 1
 
 

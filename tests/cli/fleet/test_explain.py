@@ -108,6 +108,10 @@ def test_turn_of_a_session_is_named(explain: Explain, admin: Admin) -> None:
     assert isinstance(sent, dict)
     assert (sent["session"], sent["tenant"]) == ("a", "t")
     assert printed.out.splitlines()[1] == "session: moved"
+    refused = explain(*SHORT_PROMPT, "--session", "a", status=2).err
+    assert "--session: only a running router knows sessions; add --live" in refused
+    refused = explain(*SHORT_PROMPT, "--tenant", "t", "--live", admin.url, status=2).err
+    assert "--tenant: is the tenant of a --session" in refused
 
 
 PAIR = {

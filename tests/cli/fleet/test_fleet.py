@@ -162,6 +162,28 @@ def test_check_names_each_problem_once(
     assert "long_prompt.max_wait_s=-1" in problems
 
 
+@pytest.mark.parametrize(
+    ("policies", "args", "error"),
+    [
+        ({"prefill_first": {}, "rotation": {}}, [], "prefill_first and rotation contradict"),
+        ({"deferred_prefill": {"departures": 9}}, ["--max-num-seqs=8"], "max_num_seqs=8"),
+        (
+            {"long_prompt": {"long_prefill_token_threshold": 5000}},
+            ["--max-model-len", "4096"],
+            "exceeds max_model_len=4096",
+        ),
+    ],
+)
+def test_policies_that_the_worker_would_refuse_are_refused(
+    fleet_file: FleetFile, program: Program, policies: object, args: list[str], error: str
+) -> None:
+    path = fleet_file(**with_launch(policies=policies, args=args))
+    for command in ("check", "up"):
+        line = program.refusal(command, path)
+        assert "workers[0].launch.policies (a): " in line
+        assert error in line
+
+
 def test_check_names_every_mistake_in_one_run(
     fleet_file: FleetFile, program: Program, tmp_path: Path
 ) -> None:

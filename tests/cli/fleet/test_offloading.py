@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.fleet.test_transfer_checks import (
     DECODE,
+    PREFILL,
     Entry,
     commands,
     entry,
@@ -51,6 +52,7 @@ def test_up_starts_nixl_before_offloading(tmp_path: Path) -> None:
 
 
 ALONE = "launch.args: --kv-offloading-size 4: vLLM would run only its offloading connector"
+OWN = f"{ALONE}, and no other; put OffloadingConnector into --kv-transfer-config instead"
 TWICE = "launch.kv_offloading_size: 2: launch.args has --kv-transfer-config too"
 ORDER = "the connector 'OffloadingConnector' first in MultiConnector: transfer is nixl"
 
@@ -60,6 +62,8 @@ ORDER = "the connector 'OffloadingConnector' first in MultiConnector: transfer i
     [
         (entry("prefill", "--kv-offloading-size=4"), "nixl", ALONE),
         (entry("general", "--kv_offloading_size", "4", kv_offloading_size=2), "nixl", ALONE),
+        (entry("general", own("LMCacheConnectorV1"), "--kv-offloading-size=4"), "nixl", OWN),
+        (entry("decode", several(NIXL, TIER), "--kv-offloading-size=4"), "nixl", OWN),
         (entry("decode", several(NIXL, TIER), kv_offloading_size=2), "nixl", TWICE),
         (
             entry("decode", kv_offloading_size=2), "mooncake",
@@ -94,6 +98,8 @@ def test_what_cannot_work_is_refused(
 def test_own_configuration_with_both_connectors_is_accepted(tmp_path: Path) -> None:
     fleet.read(written(tmp_path, entry("prefill", several(NIXL, TIER)), DECODE))
     assert not connectors.connector_parts({"kv_connector": "MultiConnector"})
+    alone = entry("general", own("OffloadingConnector"), "--kv-offloading-size=4")
+    fleet.read(written(tmp_path, alone, PREFILL, DECODE))  # the flag sets the same connector
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

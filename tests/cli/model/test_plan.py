@@ -9,8 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +22,6 @@ from vllm_sched.cost import profiles
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning import trials
 from vllm_sched.sim.planning.search import FleetSearch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PLAN = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
 TARGETS = ["--goodput", "ttft:800", "tpot:500"]

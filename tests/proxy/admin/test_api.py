@@ -386,6 +386,24 @@ async def test_failed_reload_is_an_error(
     assert shown == [(problem.path, problem.message) for problem in wanted]
 
 
+async def test_unknown_parameters_are_refused(app: App, api: httpx.AsyncClient) -> None:
+    for method, path, valid in (
+        ("POST", "/admin/workers/s0/drain?noww=true", "now"),
+        ("GET", "/admin/decisions?limit=5&noww=x", "limit, model, reason, status, worker"),
+        ("POST", "/admin/reload?noww=", "none"),
+    ):
+        error = error_of(await api.request(method, path), 422)
+        message = f"unknown parameter; valid: {valid}"
+        assert error["problems"] == [{"path": "noww", "message": message, "name": ""}]
+    assert not worker_of(app.router, "s0").draining
+
+
+async def test_explain_of_an_unknown_tenant_is_404(api: httpx.AsyncClient) -> None:
+    body = {"prompt_tokens": 10, "session": "s", "tenant": "t9"}
+    error = error_of(await api.post("/admin/explain", json=body), 404)
+    assert (error["code"], error["message"]) == ("no_such_tenant", "there is no tenant 't9'")
+
+
 async def test_unknown_path_and_method_and_other_bodies_are_refused(api: httpx.AsyncClient) -> None:
     assert error_of(await api.get("/nowhere"), 404)["code"] == "not_found"
     answer = await api.put("/admin/workers")

@@ -160,7 +160,7 @@ def read_chat(stream: bytes) -> tuple[list[list[str]], dict[str, Any]]:
             for kind in texts:
                 texts[kind] += delta.get(kind) or ""
             for call in delta.get("tool_calls", ()):
-                if "id" in call:
+                if call.get("id"):
                     assert call["index"] not in calls
                     got["ids"].append(call["id"])
                     calls[call["index"]] = ["name", call["function"]["name"], ""]

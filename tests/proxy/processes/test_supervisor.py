@@ -8,12 +8,13 @@ import os
 import re
 import signal
 import socket
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +23,7 @@ from proxy.config import FleetConfig, parse
 from proxy.errors import ProxyError
 from proxy.processes import ipc_requests, watchdog
 from proxy.processes import supervisor as module
+from proxy.processes.channel import Channel
 from proxy.processes.child import Child
 from proxy.processes.ipc_messages import ConfigReloaded, IpcQuestion, KnownWorker, WorkersChanged
 from proxy.processes.server_process import ServerProcess
@@ -32,11 +34,6 @@ from proxy.setup.secrets import SecretKeys
 from proxy.wire import bind
 from tests.proxy.core.making import spec
 from tests.proxy.wire.site import eventually
-
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-
-    from proxy.processes.channel import Channel
 
 DEADLINE_S = 240.0
 

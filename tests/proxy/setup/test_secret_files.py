@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.config import AdminConfig, JournalConfig, PartialConfig, RouterConfig
+from proxy.config import AdminConfig, JournalConfig, RouterConfig
 from proxy.config.batches import BatchesConfig
 from proxy.config.shared import SharedConfig
 from proxy.errors import ConfigError
@@ -46,7 +46,7 @@ def test_secrets_are_read_from_a_file(tmp_path: Path) -> None:
     assert read_secret(admin_key, router(file), "f") == KEY
     assert read_secret(journal_key, router(file), "f") == KEY.encode()
     assert read_secret(redis_password, router(file), "f") == KEY
-    assert not [*secret_problems(PartialConfig(router=router(file)))]
+    assert not [*secret_problems(router(file))]
     for read in (admin_key, journal_key, redis_password):
         assert read_secret(read, RouterConfig(), "f") is None
 
@@ -61,7 +61,7 @@ def test_admin_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_missing_file_is_reported_for_each_secret(tmp_path: Path) -> None:
-    problems = [*secret_problems(PartialConfig(router=router(tmp_path / "none")))]
+    problems = [*secret_problems(router(tmp_path / "none"))]
     assert [problem.path for problem in problems] == [
         "router.admin.key_file", "router.journal.key_file", "router.shared.password_file",
         "router.batches.database_password_file",

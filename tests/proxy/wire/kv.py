@@ -11,17 +11,13 @@ Every worker gives the same response to a prompt: `answer_to`.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.scripts import LAST_CHUNK, SSE, chunk, event, head
-
-if TYPE_CHECKING:
-    from tests.proxy.wire.fake_worker import Call, FakeWorker
-
-    Script = Callable[[Call], Awaitable[None]]
 
 CACHED = 11  # tokens of each prompt that are cached on a prefill worker
 USUAL_TOKENS = 4  # of a response without a limit

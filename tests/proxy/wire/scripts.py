@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.proxy.wire.fake_worker import Call
-
-    Script = Callable[[Call], Awaitable[None]]
+    from tests.proxy.wire.fake_worker import Call, Script
 
 LAST_CHUNK = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"

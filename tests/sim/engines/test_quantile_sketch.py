@@ -24,7 +24,6 @@ def test_quantiles_are_within_half_a_bin() -> None:
     for share in (0.01, 0.5, 0.9, 0.99, 0.999):
         exact = percentile_of_sorted(drawn, share * 100)
         assert sketch.quantile(share) == pytest.approx(exact, rel=BIN_WIDTH)
-        assert sketch.share_at_most(exact) == pytest.approx(share, abs=0.01)
     assert sketch.quantile(1.0) == pytest.approx(drawn[-1], rel=BIN_WIDTH)
     assert sketch.most == drawn[-1]
     assert sketch.mean == pytest.approx(sum(drawn) / len(drawn))
@@ -38,7 +37,6 @@ def test_weight_counts_as_several_samples() -> None:
     assert sketch.count == 100
     assert sketch.quantile(0.98) == pytest.approx(0.01, rel=BIN_WIDTH)
     assert sketch.quantile(0.995) == pytest.approx(5.0, rel=BIN_WIDTH)
-    assert sketch.share_at_most(1.0) == pytest.approx(0.99)
 
 
 def test_merged_sketch_equals_a_sketch_of_all_samples() -> None:
@@ -55,8 +53,7 @@ def test_merged_sketch_equals_a_sketch_of_all_samples() -> None:
 
 def test_sketch_of_no_and_tiny_samples() -> None:
     sketch = QuantileSketch()
-    assert (sketch.quantile(0.5), sketch.mean, sketch.share_at_most(1.0)) == (0.0, 0.0, 1.0)
+    assert (sketch.quantile(0.5), sketch.mean) == (0.0, 0.0)
     sketch.add(0.0)
     sketch.add(1e-9)
     assert sketch.quantile(0.5) <= 1e-6
-    assert sketch.share_at_most(0.0) == 1.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,6 @@ from vllm_sched.sim.fleet.fleet import SimulatedFleet
 from vllm_sched.sim.fleet.models import of_profile
 from vllm_sched.sim.planning.fleet_shapes import BOTH, LONG_PROMPT, FleetShape
 from vllm_sched.sim.types import WorkerModel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 TIME = StepTime(decode_fixed_s=0.01, decode_s=1e-4, prefill_fixed_s=0.011, prefill_s=1e-4)
 NONE = Targets()

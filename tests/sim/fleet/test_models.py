@@ -96,6 +96,12 @@ def test_unmodelled_flags_are_listed(flags: str, unread: list[str]) -> None:
     assert read(fp8)["w0"].unread == ()
 
 
+def test_settings_that_change_caches_are_listed() -> None:
+    launch = {"args": ["--kv-cache-dtype=fp8"], "kv_offloading_size": 20}
+    model = read({"journal": "auto", "launch": launch})["w0"]
+    assert model.unread == ("--kv-cache-dtype", "kv_offloading_size", "journal")
+
+
 @pytest.mark.parametrize(
     ("flags", "limit"),
     [

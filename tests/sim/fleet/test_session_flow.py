@@ -42,14 +42,15 @@ def test_a_turn_is_sent_after_the_last_answer_and_the_think_time(engine: Any) ->
 
 
 def test_the_parent_waits_for_its_sub_agents() -> None:
-    forks = tuple(Session(f"s.{n}", (Turn(100, 8 * n), Turn(50, 8, 0.5))) for n in (1, 8))
-    played = play(Session("s", (Turn(1000, 16, forks=forks), Turn(20, 4)), (SYSTEM,)))
+    forks = tuple(Session(f"s.{n}", (Turn(100, 8 * n), Turn(50, 8, n / 2))) for n in (1, 8))
+    played = play(Session("s", (Turn(1000, 16, forks=forks), Turn(20, 4, 2.0)), (SYSTEM,)))
     parent, *children, last = sorted(played.outcomes, key=lambda each: each.at)
     assert {child.at for child in children[:2]} == {parent.end}
-    assert last.at == pytest.approx(max(child.end for child in children))
+    assert last.at == pytest.approx(max(child.end for child in children) + 2.0)
     assert all(child.context_tokens >= 1528 for child in children)
     (task,) = played.sessions
-    assert (task.done, task.sub_agents, task.think_s) == (2, 2, 0.0)
+    # The think time of the sub-agent that ended last, and of the next turn.
+    assert (task.done, task.sub_agents, task.think_s) == (2, 2, 6.0)
 
 
 def test_a_closed_loop_keeps_its_sessions() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,11 +31,7 @@ from vllm_sched.sim.planning.machine_choice import (
 from vllm_sched.sim.planning.plan import machines_of, plan
 from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.search import FleetSearch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.types import WorkerModel
 
 MACHINE = replace(of_profile("h100-8b"), time=LINEAR_8B)
 SLOW = replace(MACHINE, profile="slow", time=replace(LINEAR_8B, decode_fixed_s=0.2))

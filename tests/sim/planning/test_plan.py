@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -47,10 +49,6 @@ from vllm_sched.sim.planning.progress import PlanProgress
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import LONG, REST, longest_kept
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
 LONGS = "300x60:0.95,40000x20:0.05"

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Measure, Texts
 from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError, excerpt
 from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import VllmSchedError
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import Request
 
 CHAT: Final = "/v1/chat/completions"
 MODELS: Final = "/v1/models"

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_sched.bench.client.wire import excerpt
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 
 DONE = re.compile(rb"^data: ?\[DONE\]\s*\Z", re.MULTILINE)
 PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from uuid import NAMESPACE_OID, uuid5
 
+from vllm_sched.bench.client.endpoint import Endpoint
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.priority import StallWatch, realtime_priority
 from vllm_sched.bench.client.session_player import SessionPlayer
@@ -20,14 +22,8 @@ from vllm_sched.bench.client.wire import WireError
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession, cut_warning, unfinished_warning
 from vllm_sched.bench.results.stats import percentile
-from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vllm_sched.bench.client.endpoint import Endpoint
-    from vllm_sched.bench.traffic.schedule import Schedule
-    from vllm_sched.bench.traffic.types import Request
+from vllm_sched.bench.traffic.schedule import MIN_RETRY_PAUSE_S, Schedule
+from vllm_sched.bench.traffic.types import Request
 
 TIMEOUT_S: Final = 600.0
 # Beyond these limits the client affects the figures.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Final, Self
 
 WATCH_INTERVAL_S: Final = 0.02
 

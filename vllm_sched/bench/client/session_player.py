@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
-from vllm_sched.bench.client.endpoint import CHAT
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint
 from vllm_sched.bench.client.events import text_of
+from vllm_sched.bench.client.text import Texts
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession
-from vllm_sched.bench.traffic.sessions.conversation import plan_session
+from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn, plan_session
+from vllm_sched.bench.traffic.types import Request
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from vllm_sched.bench.client.endpoint import Endpoint
-    from vllm_sched.bench.client.text import Texts
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
-    from vllm_sched.bench.traffic.types import Request
-
-    SendTurn: TypeAlias = Callable[
-        [Request, float, bytes, list[bytes]], Awaitable[tuple[Outcome, float | None]]
-    ]
+SendTurn: TypeAlias = Callable[
+    [Request, float, bytes, list[bytes]], Awaitable[tuple[Outcome, float | None]]
+]
 
 
 class Transcript:
@@ -37,11 +32,13 @@ class Transcript:
         self.extend("user", text)
 
     def extend(self, role: str, text: str) -> None:
-        """Append a message; without chat, its text."""
+        """Append a message; without chat, its text, and an answer as it was generated."""
         escaped = json.dumps(text)
-        self._parts.append(
-            f'{{"role":"{role}","content":{escaped}}}' if self._chat else escaped[1:-1]
-        )
+        if self._chat:
+            self._parts.append(f'{{"role":"{role}","content":{escaped}}}')
+        else:
+            space = " " if self._parts and role == "user" else ""
+            self._parts.append(f"{space}{escaped[1:-1]}")
 
     def copy(self) -> Self:
         copied = type(self)(chat=self._chat)
@@ -51,7 +48,7 @@ class Transcript:
     def field(self) -> str:
         if self._chat:
             return f'"messages":[{",".join(self._parts)}]'
-        return f'"prompt":"{" ".join(self._parts)}"'
+        return f'"prompt":"{"".join(self._parts)}"'
 
 
 @dataclass(slots=True)
@@ -61,10 +58,11 @@ class Conversation:
     at: float  # of the next turn, without its think time
     own: bool = True  # not a sub-agent's
     known: int = 0  # tokens of the transcript, by the server's count
+    think_s: float = 0.0  # its own, and that of the sub-agents that it waited for
     pauses_s: list[float] = field(default_factory=list)  # after failures of the whole session
 
     def fork(self) -> Conversation:
-        return replace(self, transcript=self.transcript.copy(), own=False)
+        return replace(self, transcript=self.transcript.copy(), own=False, think_s=0.0)
 
 
 class SessionPlayer:
@@ -94,7 +92,9 @@ class SessionPlayer:
         self.played.append(played)
         turns = plan_session(begin, self._limit)
         talk = Conversation(played, Transcript(chat=self._endpoint.path == CHAT), at)
-        if await self._play_turns(turns, talk):
+        complete = await self._play_turns(turns, talk)
+        played.think_s = talk.think_s
+        if complete:
             played.end = self._now()
         return max(talk.pauses_s, default=None)
 
@@ -104,8 +104,10 @@ class SessionPlayer:
             if not await self._play_turn(turn, talk):
                 return False
             if turn.forks:
-                forks = (self._play_turns(fork, talk.fork()) for fork in turn.forks)
-                complete = await asyncio.gather(*forks)
+                forks = [talk.fork() for _ in turn.forks]
+                playing = map(self._play_turns, turn.forks, forks)
+                complete = await asyncio.gather(*playing)
+                talk.think_s += max(forks, key=lambda fork: fork.at).think_s
                 talk.played.sub_agents += sum(complete)
                 if not all(complete):
                     return False
@@ -115,8 +117,12 @@ class SessionPlayer:
     async def _play_turn(self, turn: PlannedTurn, talk: Conversation) -> bool:
         """Send a turn after its think time; return whether it was answered."""
         played = talk.played
+        # A plan does not count the template of later messages.
+        added = turn.new_tokens + self._endpoint.measure.fixed + turn.request.output_tokens
+        if not turn.restarts and talk.known + added > self._limit:
+            turn = turn.compacted(self._limit)
         talk.at += turn.think_s
-        played.think_s += turn.think_s * talk.own
+        talk.think_s += turn.think_s
         body = self._body(turn, talk.transcript)  # large: made while the session thinks
         if (early := min(talk.at, self._end) - self._now()) > 0:
             await asyncio.sleep(early)

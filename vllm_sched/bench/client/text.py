@@ -7,34 +7,15 @@ that only intended prefixes are cached. Most of a prompt is cut from one long te
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from vllm_sched.bench.traffic.types import Request
 
-    from vllm_sched.bench.traffic.types import Request
-
-COMMON_WORDS: Final = (
-    "able about above across act add after again age ago air all almost along also always among "
-    "and animal answer any apple area arm around art ask away baby back ball bank base be bear "
-    "beat bed been before begin behind best better between big bird black blood blue board boat "
-    "body bone book born both bottom box boy bread break bring brother brown build burn busy but "
-    "buy by call came can car card care carry case cat catch cause cell center chair chance "
-    "change check child city class clean clear climb clock close cloud coat cold color come "
-    "common control cook cool copy corn corner cost could count country course cover cross crowd "
-    "cry cup current cut dance dark day dead deal dear deep did die differ dinner do doctor dog "
-    "door down draw dream dress drink drive drop dry during each ear early earth east easy eat "
-    "edge egg eight else end enemy energy enough enter even ever every eye face fact fair fall "
-    "family far farm fast fat father fear feed feel feet fell few field fight fill final find "
-    "fine finger fire first fish fit five flat floor flow flower fly follow food foot for force "
-    "forest form found four free fresh friend from front fruit full fun game garden gas gave get "
-    "girl give glad glass go gold gone good got grand grass great green grew ground group grow "
-    "guess gun had hair half hand happy hard has hat have he head hear heart heat heavy held help "
-    "her here high hill him his history hit hold hole home hope horse hot hour house how human"
-)
-WORDS: Final = tuple(COMMON_WORDS.split())
+WORDS: Final = tuple(Path(__file__).with_name("words.txt").read_text().split())
 HEAD_WORDS: Final = 12  # random words at the begin of each text
 POOL_WORDS: Final = 1 << 16
 

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
 
 from vllm_sched.bench.compare import report
 from vllm_sched.bench.compare.runner import Round, play
-from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN
+from vllm_sched.bench.compare.workloads import CLASSES, SHORT, TURN, Workload
 from vllm_sched.bench.results import engine_trace
+from vllm_sched.bench.results.engine_trace import Stories
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, trace_variables, worker
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
-
-    from rich.console import Console
-    from rich.status import Status
-    from rich.table import Table
-
-    from vllm_sched.bench.compare.workloads import Workload
-    from vllm_sched.bench.results.engine_trace import Stories
-    from vllm_sched.bench.results.outcome import Outcome
 
 LONE_SAMPLES = 20
 # vLLM's processes spin for a second after the last step, which would slow down the other side.

@@ -6,6 +6,7 @@ median of the rounds' ratios, because a slow minute affects both sides of a roun
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -14,14 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, CLASSES, LONG, SHORT, TURN
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile
 from vllm_sched.bench.results.summary import details, plain_table, served, show_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from vllm_sched.bench.compare.runner import Round
-    from vllm_sched.bench.results.outcome import Outcome
 
     Samples = Callable[[Sequence[Round], str], list[float]]
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.priority import StallWatch, realtime_priority
 from vllm_sched.bench.client.wire import COMPLETIONS, Address, Wire, WireError
+from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.workers.launch import WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vllm_sched.bench.compare.workloads import PlannedRequest, Workload
 
 REQUEST_TIMEOUT_S = 600.0
 # A worker closes idle connections after some seconds.

@@ -8,12 +8,13 @@ are hatched boxes. The output is one SVG, or a page with it. Colour has no meani
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
+from vllm_sched.bench.compare.compare import Comparison
 from vllm_sched.bench.compare.report import (
     GROUPS,
     Figure,
@@ -22,19 +23,13 @@ from vllm_sched.bench.compare.report import (
     show,
     show_ratio,
 )
+from vllm_sched.bench.compare.runner import Round
 from vllm_sched.bench.compare.workloads import BACKGROUND, BATCH, LONG, SHORT, TURN
-from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
+from vllm_sched.bench.results.engine_trace import PREEMPTED, PREFILL, WAITING, Phase, Stories
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import DEFAULT, NONE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from vllm_sched.bench.compare.compare import Comparison
-    from vllm_sched.bench.compare.runner import Round
-    from vllm_sched.bench.results.engine_trace import Stories
-    from vllm_sched.bench.results.outcome import Outcome
 
 SUFFIXES = (".html", ".svg")
 ORDER = (LONG, SHORT, TURN, BATCH, BACKGROUND)
@@ -55,31 +50,6 @@ HEAD = 100.0
 # A gap counts as a pause above both of these limits.
 PAUSE_FACTOR = 3.0
 MIN_PAUSE_S = 0.1
-
-STYLE = """
-.swim{--paper:#ffffff;--ink:#1c2024;--soft:#62696f;--rule:#e4e7e9;--wait:#c9ced2;
---long:#b45309;--short:#1d4ed8;--turn:#1d4ed8;--batch:#7e22ce;--background:#0f766e;--pause:#c8102e;
-font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px}
-@media (prefers-color-scheme:dark){.swim{--paper:#14171a;--ink:#e8eaec;--soft:#9aa3aa;
---rule:#2a2f34;--wait:#4a5258;--long:#f59e0b;--short:#7ba7ff;--turn:#7ba7ff;--batch:#c084fc;--background:#2dd4bf;
---pause:#ff5c74}}
-.swim .paper{fill:var(--paper)}.swim text{fill:var(--ink)}.swim .soft{fill:var(--soft)}
-.swim .h1{font-size:18px;font-weight:650}.swim .h2{font-size:14px;font-weight:650}
-.swim .rule{stroke:var(--rule);fill:none}.swim .wait{fill:var(--wait)}
-.swim .tick{fill:none;stroke-width:1.3}.swim .pause{fill:none;stroke:var(--pause)}
-.swim .dash{stroke-width:1.4;stroke-dasharray:3 2}.swim .stop{stroke-width:2.6}
-.swim .hit{fill:transparent}.swim g.lane:hover .hit{fill:var(--rule);fill-opacity:.55}
-.swim .long{stroke:var(--long)}.swim .short{stroke:var(--short)}
-.swim .turn{stroke:var(--turn)}.swim .batch{stroke:var(--batch)}
-.swim .background{stroke:var(--background)}
-.swim circle{stroke-width:1.6;fill:var(--paper)}
-.swim .chunk{fill-opacity:.25;stroke-width:.8}.swim .chunk.long{fill:var(--long)}
-.swim .chunk.short{fill:var(--short)}.swim .chunk.turn{fill:var(--turn)}
-.swim .chunk.background{fill:var(--background)}
-.swim .chunk.batch{fill:var(--batch)}
-.swim .out{fill:none;stroke:var(--pause);stroke-width:.8;stroke-dasharray:1.5 1.5}
-.swim .num{font-variant-numeric:tabular-nums}
-"""
 
 
 @dataclass(frozen=True)
@@ -147,7 +117,7 @@ def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" class="swim" viewBox="0 0 {WIDTH:g} '
             f'{height:g}" width="{WIDTH:g}" height="{height:g}" role="img" '
             f'aria-label="{escape(title)}">',
-            f"<style>{STYLE}</style>",
+            f"<style>{_file('swimlane.css')}</style>",
             f'<rect class="paper" width="{WIDTH:g}" height="{height:g}"/>',
             _text(24, 30, title, "h1"),
             _text(24, 49, subtitle, "soft"),
@@ -159,7 +129,7 @@ def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
 
 
 def page(svg: str, *, title: str, lines: Sequence[Figure], roles: Sequence[str], notes: str) -> str:
-    template = Template(Path(__file__).with_name("swimlane.html").read_text(encoding="utf-8"))
+    template = Template(_file("swimlane.html"))
     head = "".join(f'<th scope="col">{escape(role)}</th>' for role in roles)
     return template.substitute(
         title=escape(title), svg=svg, head=head, rows="\n".join(_rows(lines)), notes=escape(notes)
@@ -412,3 +382,7 @@ def _text(x: float, y: float, words: str, style: str = "", anchor: str = "start"
         f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}" '
         f'xml:space="preserve">{escape(words)}</text>'
     )
+
+
+def _file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

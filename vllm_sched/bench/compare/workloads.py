@@ -6,13 +6,11 @@ Both sides of a comparison get the same bytes at the same times; a seed makes th
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 LONG: Final = "long"
 SHORT: Final = "short"

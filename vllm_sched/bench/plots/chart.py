@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from vllm_sched.bench.plots.style import (
     MUTED,
@@ -17,9 +18,6 @@ from vllm_sched.bench.plots.style import (
     plain_log,
 )
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SUFFIX: Final = ".svg"
 INCHES: Final = (8.6, 4.8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 from vllm_sched.bench.plots.style import (
     INCHES,
@@ -14,12 +16,7 @@ from vllm_sched.bench.plots.style import (
     line_styles,
     picture,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.outcome import Outcome
 
 MAX_TENANT_LINES: Final = 6
 OTHERS: Final = "the others"

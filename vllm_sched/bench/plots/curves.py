@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from vllm_sched.bench.plots.style import (
     MUTED,
@@ -18,9 +19,6 @@ from vllm_sched.bench.plots.style import (
 )
 from vllm_sched.bench.results.knee import SERVED_SHARE
 from vllm_sched.bench.results.stats import interval
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.plots.crowd import OTHERS, draw_router, draw_tenants
 from vllm_sched.bench.plots.curves import draw_goodput, draw_latency, draw_tail, draw_throughput
 from vllm_sched.bench.plots.style import files
+from vllm_sched.bench.results.outcome import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from vllm_sched.bench.plots.curves import Curve
-    from vllm_sched.bench.results.outcome import Outcome
     from vllm_sched.bench.results.result import BenchResult
 
 MAX_CLASS_LINES: Final = 6  # most lines in a picture of a run

@@ -6,15 +6,13 @@ more steps than columns, each column is a mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm_sched.bench.plots.style import COLOURS, MUTED, picture
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 MAX_COLUMNS: Final = 1200
 MICRO: Final = 1e6

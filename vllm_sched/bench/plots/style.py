@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 INCHES: Final = (7.2, 4.3)
 DPI: Final = 150

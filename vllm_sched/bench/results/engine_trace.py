@@ -13,14 +13,10 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
-from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.launch import DEFAULT, NONE, Side, Worker, WorkerError
 
 WAITING, PREFILL, DECODE, PREEMPTED = "waiting", "prefill", "decode", "preempted"
 WRITE_TIMEOUT_S = 60.0

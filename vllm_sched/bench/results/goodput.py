@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_sched.bench.results.outcome import Outcome
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import Trend
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.results.outcome import Outcome
 
 # A rate is served if this share of its requests is in time. The knee is the lowest concurrency with
 # this share of the best throughput.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import Request
+from vllm_sched.bench.traffic.types import Request
 
 
 @dataclass(slots=True)

@@ -6,18 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession, session_figures
 from vllm_sched.bench.results.summary import ALL, by_class, details
+from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.files import write_whole
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.traffic.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.table import Table
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile_of_sorted
 from vllm_sched.bench.results.summary import milliseconds, plain_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.traffic.types import Request
+from vllm_sched.bench.traffic.types import Request
 
 # Groups of tasks by their turns, without sub-agents' turns: upper limits.
 TURN_LIMITS: Final = (5, 20, 100)
@@ -33,7 +30,7 @@ class PlayedSession:
     tenant: str = ""
     done: int = 0  # turns with a complete response
     sub_agents: int = 0  # that ended
-    think_s: float = 0.0  # of its own turns
+    think_s: float = 0.0  # of its turns, and of the sub-agents that it waited for
     end: float | None = None  # of the last response, once the task is finished
     failed: bool = False
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich import box
 from rich.table import Table
 
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import percentile_of_sorted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.results.outcome import Outcome
 
 PERCENTILES: Final = (50, 90, 95, 99)
 ALL: Final = "all"

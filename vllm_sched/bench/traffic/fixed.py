@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from vllm_sched.bench.traffic.types import MAX_TOKENS, Request, TrafficSource
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
 
 LENGTHS: Final = re.compile(r"(\d{1,9})x(\d{1,9})")
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from vllm_sched.bench.traffic.types import TrafficSource
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from vllm_sched.bench.traffic.types import Request
 
 
 class Mixture(TrafficSource):

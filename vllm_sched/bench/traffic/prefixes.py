@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-
-    from vllm_sched.bench.traffic.types import Piece, Request
+from vllm_sched.bench.traffic.types import Piece, Request
 
 # The most of a prompt that may be shared.
 MAX_SHARED_PART: Final = 0.9

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.types import Request, TrafficSource
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
 
 STRETCH_LINES: Final = 50  # consecutive lines
 MAX_STRETCHES: Final = 400  # most stretches of a file

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.mixture import among_tenants
 from vllm_sched.bench.traffic.prefixes import with_sharing, without_sharing
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vllm_sched.bench.traffic.types import Request, TrafficSource
 
 DEFAULT_DURATION_S = 60.0
 DEFAULT_SESSIONS_DURATION_S = 600.0

@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.prefixes import with_sharing
 from vllm_sched.bench.traffic.types import Request, TrafficSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PERCENTS: Final = (5, 25, 50, 75, 90, 95, 99)
 # The unpublished ends continue the table's slope, up to this factor.

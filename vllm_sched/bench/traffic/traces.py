@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from sys import float_info
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
-from vllm_sched.bench.traffic.types import MAX_TOKENS, Request, TrafficSource
+from vllm_sched.bench.traffic.types import MAX_TOKENS, Piece, Request, TrafficSource
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from vllm_sched.bench.traffic.types import Piece
 
 BLOCK_TOKENS: Final = 512
 TOKENS_TEXT: Final = f"a number of tokens, 1 to {MAX_TOKENS:,}"
 MOMENT_TEXT: Final = "milliseconds, 0 or more"
+SESSION_KEYS: Final = frozenset(["session_id", "turns"])  # of traces of sessions
 T = TypeVar("T")
 
 
@@ -97,7 +94,6 @@ def read_tokens(entry: dict[str, Any], key: str) -> int:
 
 
 def read_milliseconds(entry: dict[str, Any], key: str, maximum: float = float_info.max) -> float:
-    """Return the seconds of a field in milliseconds."""
     takes = MOMENT_TEXT if maximum == float_info.max else f"milliseconds, 0 to {maximum:,}"
     value = field(entry, key, lambda n: type(n) in (int, float) and 0 <= n <= maximum, takes)
     return float(value / 1000)
@@ -142,7 +138,8 @@ class RequestTrace(TrafficFile):
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
         """Read the file once to find errors and the rate."""
         super().__init__(path, block_tokens)
-        self._kept = self._keep() if is_pipe(path) else None
+        self._is_pipe = is_pipe(path)
+        self._kept = self._keep() if self._is_pipe else None
         count, last = 0, 0.0
         for request in self._repeat():
             count += 1
@@ -183,6 +180,8 @@ class RequestTrace(TrafficFile):
         return read_lines(self._path, parse)
 
     def _request(self, entry: dict[str, Any]) -> Request:
+        if self._is_pipe and not SESSION_KEYS.isdisjoint(entry):
+            raise BadLineError("sessions are not read from a pipe; write them to a file")
         prompt = read_tokens(entry, "input_length")
         return Request(
             at=read_milliseconds(entry, "timestamp"),

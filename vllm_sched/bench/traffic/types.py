@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeAlias
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterable, Iterator
+from typing import Final, TypeAlias
 
 # A text's name and the number of its first tokens that are used. Prompts that begin with pieces of
 # the same names share these tokens in a prefix cache.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_sched.bench.client.endpoint import CHAT, Endpoint
 from vllm_sched.bench.client.player import PlayedRun, play
@@ -12,6 +12,7 @@ from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.sessions import session_table
 from vllm_sched.bench.results.summary import table
+from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.bench.load import (
     add_endpoint,
     add_traffic,
@@ -29,11 +30,6 @@ from vllm_sched.cli.bench.load import (
 )
 from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vllm_sched.bench.traffic.schedule import Schedule
 
 ERRORS_SHOWN = 5
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_sched.bench.compare import swimlane
-from vllm_sched.bench.compare.compare import ComparisonPlan, ProgressReporter, compare
+from vllm_sched.bench.compare.compare import Comparison, ComparisonPlan, ProgressReporter, compare
 from vllm_sched.bench.compare.workloads import WORKLOADS, build
 from vllm_sched.cli.bench.bench import print_errors
 from vllm_sched.cli.exits import INTERRUPTED
@@ -17,12 +19,6 @@ from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Coroutine
-
-    from vllm_sched.bench.compare.compare import Comparison
 
 SIDE_HELP = (
     f"{DEFAULT} (vLLM's own scheduler), {NONE} (ours without a policy), or NAME[+NAME...] "

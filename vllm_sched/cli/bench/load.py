@@ -10,25 +10,21 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
-from vllm_sched.bench.client.endpoint import CHAT, EndpointOptions, probe_endpoint
+from vllm_sched.bench.client.endpoint import CHAT, Endpoint, EndpointOptions, probe_endpoint
 from vllm_sched.bench.client.player import TIMEOUT_S, PlayedRun, RunProgress
 from vllm_sched.bench.client.wire import COMPLETIONS
+from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, SESSION_NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
-from vllm_sched.cli.output import require_folders, require_place
+from vllm_sched.cli.output import Output, require_folders, require_place
 from vllm_sched.cli.progress_bar import ProgressLines, progress
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.client.endpoint import Endpoint
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.results.result import BenchResult
-    from vllm_sched.cli.output import Output
 
 WORKLOAD_HELP = f"{', '.join((*NAMES, *SESSION_NAMES))}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")

@@ -7,11 +7,11 @@ import asyncio
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from vllm_sched.bench.client.endpoint import Endpoint
 from vllm_sched.bench.client.player import PlayedRun, RunProgress, play
@@ -38,9 +38,6 @@ from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.output import Output
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 AUTO = "auto"
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
 from proxy.admin.schemas import Drained, WorkerShown
+from proxy.config import FleetConfig
 from proxy.core.request.continuable import WAITS
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, call_router
-
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig
 
 DRAINED = TypeAdapter(Drained)
 UNDRAINED = TypeAdapter(WorkerShown)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 
 from proxy.admin.schemas import Explanation, Question, explanation
+from proxy.config import FleetConfig
 from proxy.core.fleet.charges import idle_fleet
+from proxy.core.model.specs import Score
 from proxy.core.router import Router
 from proxy.core.routing.handover_cost import HandoverVerdict
 from proxy.health.balance import BalanceShown
 from vllm_sched.cli.fleet.fleet import Commands, columns, fleet_command, read
 from vllm_sched.cli.fleet.live_router import LiveRouter, call_router
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.config import FleetConfig
-    from proxy.core.model.specs import Score
 
 ASSUMED_NOTE = "these times are assumptions; --live asks a running router, which measures them"
 NO_WORKER_STATUS = 1
@@ -78,6 +74,10 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     With --live, also print the load of prefill and decode workers.
     """
     live = None
+    if arguments.session and arguments.live is None:
+        raise UsageError("--session: only a running router knows sessions; add --live")
+    if arguments.tenant and not arguments.session:
+        raise UsageError("--tenant: is the tenant of a --session; add one")
     if arguments.live is not None:
         live = LiveRouter.from_config(config, arguments.fleet, arguments.live)
     status = 0
@@ -131,8 +131,7 @@ def _explain_one(
 
 def _note_discovered(config: FleetConfig, model: str | None) -> None:
     """Print a note on pools with discovered workers; raise if the model has no other workers."""
-    pools = config.discovery.pools if config.discovery else ()
-    names = ", ".join(pool.name for pool in pools if (pool.model or config.model) == model)
+    names = ", ".join(pool.name for pool in config.pools if config.model_of(pool) == model)
     if not names:
         return
     if not any(config.model_of(worker) == model for worker in config.workers):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ from vllm_sched.cli.fleet.journals import journal_problems, with_journal
 from vllm_sched.cli.fleet.transfer_checks import compatibility_problems
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.workers.flags import stated_facts, with_config_file
 
 MAX_NOTE_NAMES = 5  # names in a note
 
@@ -55,18 +57,31 @@ def check_files(draft: PartialConfig) -> Iterator[Problem]:
     from proxy.setup.secret_files import secret_problems
     from proxy.setup.tenancy import key_problems
 
-    yield from tls_problems(draft)
-    yield from key_problems(draft)
-    yield from secret_problems(draft)
+    yield from tls_problems(draft.config)
+    yield from key_problems(draft.config)
+    yield from secret_problems(draft.config.router)
 
 
 def check_policies(draft: PartialConfig) -> Iterator[Problem]:
-    for index, worker in draft.legible_workers.items():
-        for name, settings in (worker.launch.policies if worker.launch else {}).items():
-            try:
-                registry.settings_of(name, settings)
-            except UsageError as error:
-                yield Problem(f"workers[{index}].launch.policies", str(error))
+    for index, worker in enumerate(draft.config.workers):
+        for text in dict.fromkeys(_policy_errors(worker)):
+            yield Problem(f"workers[{index}].launch.policies", text)
+
+
+def _policy_errors(worker: WorkerConfig) -> Iterator[str]:
+    """Yield what is wrong with each policy, and then with all of them on this worker."""
+    if (launch := worker.launch) is None:
+        return
+    facts = stated_facts(with_config_file(launch.args), worker.stated_max_model_len)
+    checks: list[Callable[[], object]] = [
+        *(partial(registry.settings_of, *policy) for policy in launch.policies.items()),
+        partial(registry.build, launch.policies, facts),
+    ]
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            yield str(error)
 
 
 def _router(path: Path) -> int:
@@ -100,7 +115,7 @@ def _check(path: Path, print_config: bool) -> int:
     print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
     print(f"tenants {_tenants(config)}")
     rows = [_summary(config, worker) for worker in config.workers]
-    rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
+    rows += [_pool(config, pool) for pool in config.pools]
     print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
     for note in (*note_narrow_workers(config), *note_missing_limits(config)):
         print(f"note    {note}")
@@ -122,11 +137,10 @@ def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
     Only if another role has workers with a longer or unknown context.
     """
     limit = config.routing.short_limit
-    pools = config.discovery.pools if config.discovery else ()
     stated = [
         StatedContext(w.name, w.role, config.model_of(w), w.stated_max_model_len)
         for w in config.workers
-    ] + [StatedContext(p.name, p.role, p.model or config.model, p.max_model_len) for p in pools]
+    ] + [StatedContext(p.name, p.role, config.model_of(p), p.max_model_len) for p in config.pools]
     for short in stated:
         if short.role != "short" or not short.tokens or short.tokens >= HEADROOM * limit:
             continue
@@ -143,8 +157,7 @@ def note_narrow_workers(config: FleetConfig) -> Iterator[str]:
 def note_missing_limits(config: FleetConfig) -> Iterator[str]:
     """Yield a note if tenants without a limit can fill the workers' own queues."""
     workers = [worker.name for worker in config.workers if worker.max_requests is None]
-    pools = config.discovery.pools if config.discovery is not None else []
-    workers += [f"of pool {pool.name}" for pool in pools if pool.max_requests is None]
+    workers += [f"of pool {pool.name}" for pool in config.pools if pool.max_requests is None]
     crowds = [tenant.name for tenant in config.tenants if tenant.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
@@ -166,7 +179,7 @@ def _tenants(config: FleetConfig) -> str:
 def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
     length = "from worker" if pool.max_model_len is None else str(pool.max_model_len)
     where = f"dns {pool.dns}" if pool.dns else f"EndpointSlices {pool.selector}"
-    return f"{pool.name}: any", pool.role, where, pool.model or config.model, length, "discovered"
+    return f"{pool.name}: any", pool.role, where, config.model_of(pool), length, "discovered"
 
 
 def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:

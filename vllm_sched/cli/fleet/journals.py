@@ -45,9 +45,9 @@ def tcp_address(endpoint: str) -> tuple[str, int] | None:
 
 def journal_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that the router can read the journals of launched workers."""
-    key_file = draft.router.journal.key_file if draft.router else None
+    key_file = draft.config.router.journal.key_file
     taken: Taken = {}
-    for index, worker in draft.legible_workers.items():
+    for index, worker in enumerate(draft.config.workers):
         path, given, block = f"workers[{index}].journal", worker.journal, _block(worker)
         if block is not None and given and not _connects(given[0], block.endpoint):
             yield Problem(

@@ -9,18 +9,14 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from proxy.config import TlsConfig
+from proxy.config import FleetConfig, TlsConfig
 from proxy.setup.secret_files import admin_key, read_secret
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from proxy.config import FleetConfig
 
 TIMEOUT_S = 10.0
 URL_REMEDY = (

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from vllm_sched.workers.supervise import KeeperEvent, KeeperState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from rich.console import Console
 
 # This number of deaths in a row is a crash loop. The log's end is shown at the first death and at
 # this one.

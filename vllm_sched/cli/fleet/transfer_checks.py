@@ -46,7 +46,7 @@ class LaunchedEnd:
 def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that workers that hand over prompts to each other are compatible."""
     yield from offloading_problems(draft)
-    transfer = draft.transfer
+    transfer = draft.config.transfer
     if transfer is None:
         return
     ends = [
@@ -63,13 +63,13 @@ def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     elif transfer.connector == "lmcache":
         yield from _store_problems(ends)
     yield from _side_port_problems(ends)
-    first_of: dict[str | None, LaunchedEnd] = {}
+    first_of: dict[str, LaunchedEnd] = {}
     for end in ends:
         yield from _own_config_problems(transfer, end)
-        model = draft.model_of(end.worker)
+        model = draft.config.model_of(end.worker)
         first = first_of.setdefault(model, end)
         if first is not end:
-            yield from _pair_problems(transfer, first, end, model or "")
+            yield from _pair_problems(transfer, first, end, model)
 
 
 def _pair_problems(
@@ -290,18 +290,25 @@ def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     for index, worker in draft.workers.items():
         if (settings := worker.launch) is None:
             continue
-        transfer = draft.transfer if worker.role in connectors.ROLES else None
+        transfer = draft.config.transfer if worker.role in connectors.ROLES else None
         size = settings.kv_offloading_size
         flag = last_value(with_config_file(settings.args), connectors.OFFLOADING_FLAG)
-        if flag is not None and (transfer is not None or size is not None):
+        own = connectors.user_config(settings.args)
+        replaced = (own or {}).get("kv_connector") not in connectors.SET_BY_OFFLOADING
+        if flag is not None and (transfer is not None or size is not None or replaced):
+            remedy = (
+                f"set {FIELD}: {flag} instead"
+                if own is None
+                else f"put {connectors.OFFLOADING} into {connectors.CONFIG_FLAG} instead"
+            )
             yield Problem(
                 f"workers[{index}].launch.args",
                 f"{connectors.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading "
-                f"connector, and no other; set {FIELD}: {flag} instead",
+                f"connector, and no other; {remedy}",
             )
         if size is None:
             continue
-        if connectors.user_config(settings.args) is not None:
+        if own is not None:
             yield Problem(
                 f"workers[{index}].{FIELD}",
                 f"{size:g}: launch.args has {connectors.CONFIG_FLAG} too; leave one of the two out",

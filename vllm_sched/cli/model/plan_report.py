@@ -6,7 +6,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.table import Table
 
@@ -15,14 +15,12 @@ from vllm_sched.bench.plots.chart import Chart, Series
 from vllm_sched.bench.results.summary import milliseconds, plain_table
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.bench.traffic.types import TrafficSource
 from vllm_sched.cli.model.simulate import EXACT, FLUID
 from vllm_sched.cli.output import Output
 from vllm_sched.cost.profiles import QUANTIZED
+from vllm_sched.sim.planning.plan import FleetPlan
 from vllm_sched.sim.planning.search import EQUAL_RATE_SHARE
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import TrafficSource
-    from vllm_sched.sim.planning.plan import FleetPlan
 
 EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
 UNEVEN_TRACE_RATIO: Final = 1.5  # how much heavier a part of a trace must be for a warning

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from proxy.config import FleetConfig
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.results import goodput
 from vllm_sched.bench.results.result import BenchResult
 from vllm_sched.bench.results.sessions import cut_warning, unfinished_warning
 from vllm_sched.bench.results.summary import show_number
-from vllm_sched.bench.traffic.schedule import MAX_NUMBER
+from vllm_sched.bench.traffic.schedule import MAX_NUMBER, Schedule
 from vllm_sched.cli.bench.bench import print_errors, print_tables
 from vllm_sched.cli.bench.load import (
     add_traffic,
@@ -39,11 +40,7 @@ from vllm_sched.sim.engines.exact_engine import ExactEngine, require_vllm
 from vllm_sched.sim.engines.policy_effects import declared_effects
 from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
 from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, to_si, worker_models
-
-if TYPE_CHECKING:
-    from proxy.config import FleetConfig
-    from vllm_sched.bench.traffic.schedule import Schedule
-    from vllm_sched.sim.types import MakeEngine, WorkerModel
+from vllm_sched.sim.types import MakeEngine, WorkerModel
 
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)

@@ -15,8 +15,6 @@ RUNNING: Final = RequestStatus.RUNNING
 
 
 class StepChunks:
-    """The prefill chunks of a step, made for that step only."""
-
     def __init__(
         self,
         step: Step,

@@ -33,8 +33,6 @@ LOADING: Final = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class StepPlanner:
-    """Shows each step to the policies, and combines their answers."""
-
     def __init__(
         self,
         scheduler: Scheduler,

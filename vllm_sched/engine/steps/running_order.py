@@ -16,8 +16,6 @@ from vllm_sched.policies.types import Policy
 
 
 class SortedRunning(NamedTuple):
-    """The running requests in the order of service."""
-
     prefills: list[Request]
     decoding: list[Request]
     decode_is_last: bool = False  # behind prefills

@@ -37,8 +37,6 @@ class Place(NamedTuple):
 
 
 class LaneHeaps:
-    """Where each waiting request is, and the number of requests in each lane."""
-
     def __init__(
         self, num_policies: int, open_adapters: Callable[[], Collection[int] | None]
     ) -> None:

@@ -77,8 +77,9 @@ class ChunkSize:
     def __init__(self, max_tokens: int, block_tokens: int, itl_s: float) -> None:
         self._max_tokens = max_tokens
         self._min_tokens = least_chunk(max_tokens, block_tokens)
+        self._block_tokens = block_tokens
         self._itl_s = itl_s
-        self.tokens = max(int(max_tokens * FIRST_SHARE), self._min_tokens)
+        self.tokens = self._in_blocks(max(int(max_tokens * FIRST_SHARE), self._min_tokens))
         self.token_s = 0.0  # seconds per token of a long prompt
         self._recent: deque[LongStep] = deque(maxlen=3)
         self._loss = MeanLoss()
@@ -161,8 +162,12 @@ class ChunkSize:
     def _compare_less_often(self) -> None:
         self._interval = min(2 * self._interval, MAX_INTERVAL)
 
+    def _in_blocks(self, tokens: int) -> int:
+        """Return a size of whole blocks, or the whole budget."""
+        return tokens - tokens % self._block_tokens if tokens < self._max_tokens else tokens
+
     def _set_tokens(self, tokens: int) -> None:
-        self.tokens = tokens
+        self.tokens = self._in_blocks(tokens)
         self._recent.clear()
         self._loss = MeanLoss()
         self._interval = MIN_INTERVAL

@@ -54,8 +54,6 @@ class StepPrompts:
 
 
 class StepDivision:
-    """The tokens for each prompt of one step."""
-
     def __init__(
         self, step: Step, prompts: StepPrompts, chunk: LongChunk | None, threshold: int
     ) -> None:

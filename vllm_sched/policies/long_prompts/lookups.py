@@ -17,8 +17,6 @@ LOOK_AGAIN_S: Final = 5e-6
 
 
 class Lookup(NamedTuple):
-    """One look-up of a waiting prompt's cached prefix."""
-
     valid_until: float
     tokens_left: int
     cached_tokens: Callable[[], int]  # looks up again

@@ -12,8 +12,6 @@ class RunningRequest(NamedTuple):
 
 
 class RunningLanes:
-    """The running requests, and their number by lane."""
-
     def __init__(self, lanes: Iterable[str]) -> None:
         self.counts = dict.fromkeys(lanes, 0)
         self.requests: dict[str, RunningRequest] = {}

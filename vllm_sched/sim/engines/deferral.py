@@ -6,16 +6,14 @@ Same rules as `policies/deferred_prefill`, but the step time is known instead of
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from vllm_sched.cost.backlog_model import BacklogModel
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import recommended
-
-if TYPE_CHECKING:
-    from vllm_sched.policies.fluid_effects import AdmissionHold
-    from vllm_sched.sim.engines.kv_blocks import Task
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.policies.fluid_effects import AdmissionHold
+from vllm_sched.sim.engines.kv_blocks import Task
+from vllm_sched.sim.types import WorkerModel
 
 UPDATE_EVERY_ADMISSIONS: Final = 64  # admissions
 FOREVER: Final = 1 << 40

@@ -36,7 +36,6 @@ STUCK_S: Final = 60.0
 
 
 def require_vllm(option: str, instead: str) -> None:
-    """Raise `UsageError` if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise UsageError(
             f"{option} needs vLLM's own schedulers, and vLLM is not installed; install it (pip "

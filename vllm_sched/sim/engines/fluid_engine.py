@@ -16,19 +16,16 @@ cache it admits too few requests; many different output lengths make runs short.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_sched.sim.engines.fluid_scheduler import FluidScheduler, PlannedRun, growth_of, shape_of
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes, KvBlocks, KvTransfers, Task
 from vllm_sched.sim.engines.policy_effects import combined_effects
+from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.engines.step_run import NEVER, StepRun, TokenGaps
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 
 PREFILL, DECODE = Leg.PREFILL, Leg.DECODE
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from vllm_sched.cost.chunk_loss import best_chunk
-from vllm_sched.cost.step_time import StepShape
-from vllm_sched.policies.fluid_effects import AdmissionHold
+from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.policies.fluid_effects import (
+    AdmissionHold,
+    BatchAdmission,
+    FluidEffects,
+    LongPromptLimits,
+)
 from vllm_sched.sim.engines.deferral import Deferral
-from vllm_sched.sim.types import Leg
-
-if TYPE_CHECKING:
-    from vllm_sched.cost.step_time import StepTime
-    from vllm_sched.policies.fluid_effects import BatchAdmission, FluidEffects, LongPromptLimits
-    from vllm_sched.sim.engines.kv_blocks import KvBlocks, Task
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.engines.kv_blocks import KvBlocks, Task
+from vllm_sched.sim.types import Leg, WorkerModel
 
 FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
 QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from vllm_sched.bench.traffic.types import Piece
-    from vllm_sched.sim.types import Job, WorkerModel
+from vllm_sched.bench.traffic.types import Piece
+from vllm_sched.sim.types import Job, WorkerModel
 
 
 class Task:

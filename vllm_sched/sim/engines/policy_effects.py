@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.fluid_effects import FluidEffects
 from vllm_sched.policies.registry import build
 from vllm_sched.policies.types import EngineFacts
-
-if TYPE_CHECKING:
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.types import WorkerModel
 
 
 def declared_effects(model: WorkerModel) -> dict[str, FluidEffects]:

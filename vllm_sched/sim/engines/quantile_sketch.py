@@ -15,8 +15,6 @@ MIN_SAMPLE: Final = 1e-6  # lower bound of samples: a microsecond
 
 
 class QuantileSketch:
-    """Weighted samples in logarithmic bins."""
-
     __slots__ = ("bins", "count", "most", "total")
 
     def __init__(self) -> None:
@@ -53,10 +51,3 @@ class QuantileSketch:
                 middle = MIN_SAMPLE * math.exp((index + 0.5) / SCALE)
                 return min(middle, self.most)
         return self.most
-
-    def share_at_most(self, value: float) -> float:
-        """Return the share of the samples up to a value; 1 without samples."""
-        if not self.count or value >= self.most:
-            return 1.0
-        last = int(math.log(value / MIN_SAMPLE) * SCALE) if value > MIN_SAMPLE else 0
-        return sum(weight for index, weight in self.bins.items() if index <= last) / self.count

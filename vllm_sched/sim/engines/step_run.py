@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING
 
+from vllm_sched.sim.engines.kv_blocks import Task
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-
-if TYPE_CHECKING:
-    from vllm_sched.sim.engines.kv_blocks import Task
 
 NEVER = math.inf
 

@@ -6,30 +6,27 @@ way. A million requests on a thousand workers take minutes. Clients never discon
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from proxy.core.fleet.charges import idle_fleet
+from proxy.core.fleet.leases import Lease
 from proxy.core.model.role import Role
 from proxy.core.model.specs import WorkerSpec
 from proxy.core.router import Router, RouterSettings
+from proxy.core.tenants.tenants import TenantSpec
+from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.outcome import Outcome
+from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.engines.fluid_engine import FluidEngine
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.base_fleet import BaseSimulatedFleet, RequestFlight
 from vllm_sched.sim.fleet.events import Arrivals
 from vllm_sched.sim.fleet.figures import FlowFigures, FlowResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from proxy.core.fleet.leases import Lease
-    from proxy.core.tenants.tenants import TenantSpec
-    from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.traffic.types import Request
-    from vllm_sched.sim.types import Event, Job, WorkerModel
+from vllm_sched.sim.types import Event, Job, WorkerModel
 
 MODEL: Final = "model"
 
@@ -47,8 +44,6 @@ class PlacedWorker:
 
 
 class AggregateFlow(BaseSimulatedFleet):
-    """A simulated fleet that keeps only aggregate figures, in `FlowFigures`."""
-
     def __init__(
         self,
         workers: Sequence[PlacedWorker],

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import chain, count
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.types import Request
 
-    from vllm_sched.bench.traffic.schedule import Schedule
-    from vllm_sched.bench.traffic.types import Request
-
-    Arrive: TypeAlias = Callable[[Request, float, Callable[[float], None] | None], object]
+Arrive: TypeAlias = Callable[[Request, float, Callable[[float], None] | None], object]
 
 Call: TypeAlias = Callable[[float], None]
 # At equal times arrivals come before engine steps.

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
+from vllm_sched.bench.results.goodput import Targets
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.stats import Trend
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.results.outcome import Outcome
 
 
 @dataclass(slots=True)

@@ -64,8 +64,6 @@ def make_router(config: FleetConfig, models: Mapping[str, WorkerModel]) -> Route
 
 
 class SimulatedFleet(BaseSimulatedFleet):
-    """Plays one schedule and keeps every outcome."""
-
     def __init__(
         self,
         config: FleetConfig,

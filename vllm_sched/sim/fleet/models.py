@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -227,7 +227,7 @@ def model_of(
         transfers=config.transfer is not None and worker.role in ROLES,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=launch.policies,
-        unread=_ignored_flags(flags, machine.flags),
+        unread=(*_ignored_flags(flags, machine.flags), *_ignored_settings(worker, launch)),
     )
     model = with_assumed(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
@@ -304,6 +304,14 @@ def _ignored_flags(flags: Mapping[str, str], of_profile: Collection[str]) -> tup
         if name and name not in SIMULATED_FLAGS and not {name, f"{name}={value}"} & read:
             named[name] = None
     return tuple(named)
+
+
+def _ignored_settings(worker: WorkerConfig, launch: LaunchConfig) -> Iterator[str]:
+    """Yield the fleet file's settings that change what caches hold, or what is known of them."""
+    if launch.kv_offloading_size is not None:
+        yield "kv_offloading_size"
+    if worker.journal:
+        yield "journal"
 
 
 def _parse_number(flags: Mapping[str, str], name: str, *, minimum: int = 1) -> int | None:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.files import write_whole
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.sim.types import Engines
+from vllm_sched.sim.types import Engines
 
 MICRO: Final = 1e6
 CLIENTS: Final = 1

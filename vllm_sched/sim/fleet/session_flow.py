@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.bench.results.sessions import PlayedSession
-from vllm_sched.bench.traffic.sessions.conversation import plan_session
-from vllm_sched.sim.fleet.events import ARRIVAL_RANK
+from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn, plan_session
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.sim.fleet.events import ARRIVAL_RANK, EventQueue
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+SubmitTurn: TypeAlias = Callable[[Request, float, Callable[[float], None]], Outcome]
 
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.bench.traffic.sessions.conversation import PlannedTurn
-    from vllm_sched.bench.traffic.types import Request
-    from vllm_sched.sim.fleet.events import EventQueue
 
-    # Accepts a turn at a time; the call is made at its end, in a later event.
-    SubmitTurn: TypeAlias = Callable[[Request, float, Callable[[float], None]], Outcome]
-
-    class SequenceEnded(Protocol):
-        def __call__(self, now: float, *, complete: bool) -> None: ...
+class SequenceEnded(Protocol):
+    def __call__(self, now: float, think_s: float, *, complete: bool) -> None: ...
 
 
 class SessionFlow:
@@ -45,8 +40,9 @@ class SessionFlow:
         self.played.append(played)
         self.open += 1
 
-        def end_session(now: float, *, complete: bool) -> None:
+        def end_session(now: float, think_s: float, *, complete: bool) -> None:
             self.open -= 1
+            played.think_s = think_s
             if complete:
                 played.end = now
             if ended is not None:
@@ -73,22 +69,23 @@ class TurnSequence:
         self._played = played
         self._ended = ended
         self._own = own
+        self._think_s = 0.0  # its own, and that of the sub-agents that it waited for
         self._forks = 0  # sub-agents under way
         self._forks_complete = True
 
     def play_next(self, now: float) -> None:
         turn = next(self._turns, None)
         if turn is None:
-            self._ended(now, complete=True)
+            self._end(now, complete=True)
             return
-        self._played.think_s += turn.think_s * self._own
+        self._think_s += turn.think_s
         at = min(now + turn.think_s, self._flow.end)
         self._flow.queue.schedule(at, partial(self._send, turn), rank=ARRIVAL_RANK)
 
     def _send(self, turn: PlannedTurn, now: float) -> None:
         flow = self._flow
         if now >= flow.end or self._played.failed:
-            self._ended(now, complete=False)
+            self._end(now, complete=False)
             return
         flow.cut += turn.cut
         self._outcome = flow.send(replace(turn.request, at=now), now, partial(self._answered, turn))
@@ -96,7 +93,7 @@ class TurnSequence:
     def _answered(self, turn: PlannedTurn, now: float) -> None:
         if self._outcome.error:
             self._played.failed = True
-            self._ended(now, complete=False)
+            self._end(now, complete=False)
             return
         self._played.done += self._own
         self._forks = len(turn.forks)
@@ -106,13 +103,17 @@ class TurnSequence:
         if not turn.forks:
             self.play_next(now)
 
-    def _end_fork(self, now: float, *, complete: bool) -> None:
+    def _end(self, now: float, *, complete: bool) -> None:
+        self._ended(now, self._think_s, complete=complete)
+
+    def _end_fork(self, now: float, think_s: float, *, complete: bool) -> None:
         self._forks -= 1
         self._forks_complete &= complete
         self._played.sub_agents += complete
         if self._forks:
             return
+        self._think_s += think_s  # of the last one
         if self._forks_complete:
             self.play_next(now)
         else:
-            self._ended(now, complete=False)
+            self._end(now, complete=False)

@@ -6,16 +6,12 @@ They show whether memory, compute or the network is the limit.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from vllm_sched.cost.step_time import StepShape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm_sched.cost.step_time import StepTime
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.sim.types import WorkerModel
 
 MAX_PROMPT_TOKENS: Final = 1 << 20  # for the search of the limiting prompt
 

@@ -12,17 +12,14 @@ fails: with few requests or draws, a rung may pass by luck. Draws of a trace sha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.fleet.figures import FlowResult, merge_results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from vllm_sched.sim.planning.fleet_shapes import FleetShape
+from vllm_sched.sim.planning.fleet_shapes import FleetShape
 
 RUNG_RATIO: Final = 1.03  # ratio of neighboring rungs
 MIN_RATE, MAX_RATE = 1e-4, 1e12  # requests/s

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from vllm_sched.bench.results.outcome import Outcome
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.quantile_sketch import QuantileSketch
 from vllm_sched.sim.fleet.figures import FlowFigures, FlowResult
-from vllm_sched.sim.planning.search import ServedRate, rank_fleets
+from vllm_sched.sim.planning.fleet_shapes import FleetShape
+from vllm_sched.sim.planning.search import FleetSearch, ServedRate, rank_fleets
 from vllm_sched.sim.planning.trials import WARM_SHARE, longest_kept
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_sched.bench.results.outcome import Outcome
-    from vllm_sched.sim.planning.fleet_shapes import FleetShape
-    from vllm_sched.sim.planning.search import FleetSearch
 
 EXACT_REQUESTS, MAX_EXACT_REQUESTS, EXACT_DURATION_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
@@ -31,7 +27,6 @@ class ExactProof(NamedTuple):
 def rank_exactly(
     search: FleetSearch, ranking: list[ServedRate], played: dict[str, ExactProof]
 ) -> list[ServedRate]:
-    """Return the fleets that serve their rates, or lower ones, with vLLM's own schedulers."""
     exact_ranking: list[ServedRate] = []
     for served in search.progress.each(ranking):
         search.progress.note(f"exactly: {served.shape}")

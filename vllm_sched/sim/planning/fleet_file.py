@@ -8,16 +8,14 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
 
 from vllm_sched.cost.profiles import read_parts
 from vllm_sched.files import write_whole
+from vllm_sched.sim.planning.plan import FleetPlan
 from vllm_sched.workers.connectors import CLASSES, CONFIG_FLAG, FAILURE_KEY, ROLES, SIDE_HOST
-
-if TYPE_CHECKING:
-    from vllm_sched.sim.planning.plan import FleetPlan
 
 MODEL_NAMES: Final = {
     "-8b": "meta-llama/Llama-3.1-8B-Instruct",

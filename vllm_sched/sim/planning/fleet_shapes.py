@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from proxy.core.model.role import Role
 from proxy.core.model.settings import HEADROOM
 from proxy.core.router import RouterSettings
 from vllm_sched.sim.fleet.aggregate_flow import PlacedWorker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.types import WorkerModel
 
 ONE_POOL, SHORT_LONG, PREFILL_DECODE = "one pool", "short/long", "prefill/decode"
 SHORT_APART = "short + prefill/decode"

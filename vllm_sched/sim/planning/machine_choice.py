@@ -12,20 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.cost.profiles import QUANTIZED
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.planning.fleet_shapes import ONE_POOL, PREFILL_DECODE
-from vllm_sched.sim.planning.question import QUICK_EFFORT
+from vllm_sched.sim.planning.progress import PlanProgress
+from vllm_sched.sim.planning.question import QUICK_EFFORT, PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch
 from vllm_sched.sim.planning.trials import IDLE_LOAD
-
-if TYPE_CHECKING:
-    from vllm_sched.sim.planning.progress import PlanProgress
-    from vllm_sched.sim.planning.question import PlanQuestion
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.types import WorkerModel
 
 COARSE_FAMILIES: Final = (ONE_POOL, PREFILL_DECODE)
 CLOSE: Final = 0.85  # of the best coarse rate, to be planned in full

@@ -7,9 +7,10 @@ and ranked with real schedulers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.calibrate.aiconfigurator import named_by
 from vllm_sched.bench.compare.report import format_count
@@ -27,15 +28,10 @@ from vllm_sched.sim.planning.machine_choice import (
     highest,
     rate_on,
 )
-from vllm_sched.sim.planning.progress import PlanProgress
+from vllm_sched.sim.planning.progress import PlanProgress, Tell
+from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_sched.sim.planning.progress import Tell
-    from vllm_sched.sim.planning.question import PlanQuestion
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.types import WorkerModel
 
 # Progress of several machines' comparison, and of the search for the fewest GPUs.
 COMPARED, SIZED = 0.3, 0.5

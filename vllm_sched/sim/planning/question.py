@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from vllm_sched.bench.results.goodput import Targets
 from vllm_sched.bench.results.knee import SERVED_SHARE
 from vllm_sched.bench.traffic.sampled import without_end
 from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.types import Request, TrafficSource
 from vllm_sched.sim.planning.fleet_shapes import FAMILIES, POLICIES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vllm_sched.bench.results.goodput import Targets
-    from vllm_sched.bench.traffic.types import Request, TrafficSource
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.types import WorkerModel
 
 DRAWS, FEW_DRAWS = 6, 3
 QUICK_EFFORT: Final = 1 / 3  # with few draws

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from vllm_sched.sim.fleet.figures import FlowResult
 from vllm_sched.sim.planning import capacity_bound
 from vllm_sched.sim.planning.capacity_search import CapacitySearch
 from vllm_sched.sim.planning.fleet_shapes import (
@@ -26,15 +28,8 @@ from vllm_sched.sim.planning.fleet_shapes import (
     shapes,
 )
 from vllm_sched.sim.planning.progress import PlanProgress
-from vllm_sched.sim.planning.question import FEW_DRAWS, QUICK_EFFORT
-from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials, check_feasible
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vllm_sched.sim.fleet.figures import FlowResult
-    from vllm_sched.sim.planning.question import PlanQuestion
-    from vllm_sched.sim.planning.trials import TrafficStats
+from vllm_sched.sim.planning.question import FEW_DRAWS, QUICK_EFFORT, PlanQuestion
+from vllm_sched.sim.planning.trials import IDLE_LOAD, FleetTrials, TrafficStats, check_feasible
 
 EQUAL_RATE_SHARE: Final = 0.04  # rates this close are equal
 MAX_ROUGH_RATIO: Final = 1.12  # ratio of the two sides of a rough rate

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.sampled import Sampled
+from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.kv_blocks import CachedPrefixes
 from vllm_sched.sim.fleet.aggregate_flow import AggregateFlow
@@ -23,11 +24,8 @@ from vllm_sched.sim.planning import capacity_bound
 from vllm_sched.sim.planning.capacity_bound import least_seconds
 from vllm_sched.sim.planning.capacity_search import DrawnRequests
 from vllm_sched.sim.planning.fleet_shapes import FleetShape
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import Request
-    from vllm_sched.sim.planning.question import PlanQuestion
-    from vllm_sched.sim.types import WorkerModel
+from vllm_sched.sim.planning.question import PlanQuestion
+from vllm_sched.sim.types import WorkerModel
 
 UNLIMITED_TOKENS = 1 << 60  # tokens
 
@@ -86,8 +84,6 @@ IDLE_LOAD: Final = 0.02  # load of an idle worker, as a share of the compute bou
 
 
 class FleetTrials:
-    """Runs of fleets, with the same requests for every fleet."""
-
     def __init__(self, question: PlanQuestion, note: Callable[[str], None]) -> None:
         self.question = question
         source, machine = question.source, question.machine

@@ -74,6 +74,9 @@ def test_what_exceeds_the_context_is_compacted() -> None:
     assert [t.cut for t in turns] == [False, True, True]
     assert all(t.request.prompt_tokens + t.request.output_tokens <= 200 for t in turns)
     assert sizes(turns)[1] == (160, 100, 5)
+    # Also where the turn compacts anyway, and the shared prefix alone is too long.
+    turns = planned(Turn(50, 10), Turn(6, 5, compacts=True), limit=80)
+    assert sizes(turns) == [(70, 0, 10), (75, 0, 5)]
 
 
 def test_lengths_are_scaled() -> None:

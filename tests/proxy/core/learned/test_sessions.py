@@ -41,22 +41,22 @@ def test_prompt_of_a_session_begins_like_the_last_one() -> None:
 def test_another_prompt_begins_anew() -> None:
     sessions = Sessions()
     session = sessions.get_or_create(1, 0.0)
-    sessions.record_turn(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
-    sessions.record_turn(session, (*LONG, 99), BYTES, Visit(1, 0.0, 7000, 0), estimated=False)
-    assert ([v.worker for v in session.visits], session.visited) == ([0, 1], 1)
+    sessions.record_turn(session, LONG, BYTES, Visit(0, 0.0, 6000, 0))
+    sessions.record_turn(session, (*LONG, 99), BYTES, Visit(1, 0.0, 7000, 0))
+    assert [v.worker for v in session.visits] == [0, 1]
     other = tuple(range(101, 141))
-    sessions.record_turn(session, other, BYTES, Visit(2, 0.0, 300, 0), estimated=True)
-    assert ([v.worker for v in session.visits], session.visited) == ([2], 4)
+    sessions.record_turn(session, other, BYTES, Visit(2, 0.0, 300, 0))
+    assert [v.worker for v in session.visits] == [2]
 
 
 def test_one_side_request_changes_nothing() -> None:
     sessions = Sessions()
     session = sessions.get_or_create(1, 0.0)
     for _ in range(3):
-        sessions.record_turn(session, LONG, BYTES, Visit(0, 0.0, 6000, 0), estimated=True)
-        sessions.record_turn(session, (7, 8), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+        sessions.record_turn(session, LONG, BYTES, Visit(0, 0.0, 6000, 0))
+        sessions.record_turn(session, (7, 8), COVERED[2], Visit(2, 0.0, 300, 0))
         assert [v.worker for v in session.visits] == [0]
-    sessions.record_turn(session, (7, 9), COVERED[2], Visit(2, 0.0, 300, 0), estimated=True)
+    sessions.record_turn(session, (7, 9), COVERED[2], Visit(2, 0.0, 300, 0))
     assert [v.worker for v in session.visits] == [2], "the prompt was made shorter"
 
 
@@ -75,7 +75,23 @@ def test_only_the_last_visits_are_kept() -> None:
     for worker in (0, *range(MAX_VISITS + 1), 2):
         session.add_visit(Visit(worker, 0.0, worker, 0))
     assert [v.worker for v in session.visits] == [1, 3, 4, 2]
-    assert session.visited == 0b11111
+
+
+@pytest.mark.parametrize(
+    ("prompt", "common", "left"),
+    [
+        (0, 500, False),  # its size is unknown
+        (10_000, 0, False),  # the index may have forgotten it
+        (10_000, 9_500, False),  # the last block may be missed
+        (10_000, 9_400, True),
+        (200_000, 198_500, False),
+        (200_000, 198_400, True),
+    ],
+)
+def test_prompt_with_the_first_part_only_is_another_one(
+    prompt: int, common: int, left: bool
+) -> None:
+    assert Visit(0, 0.0, prompt + 50, 0, prompt).is_left_before_its_end(common) == left
 
 
 def test_idle_sessions_are_forgotten() -> None:
@@ -101,7 +117,7 @@ def test_memory_of_a_session() -> None:
     for number in range(count):
         session = sessions.get_or_create(number << 40, float(number))
         visit = Visit(3, float(number), 300_000 + number, 10**9 + number)
-        sessions.record_turn(session, (number << 41,), BYTES, visit, estimated=True)
+        sessions.record_turn(session, (number << 41,), BYTES, visit)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / count < 600

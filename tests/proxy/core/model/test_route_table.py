@@ -19,6 +19,7 @@ from proxy.core.model.route_table import (
     PromptFields,
     Route,
 )
+from proxy.core.request.token_estimate import measure
 from proxy.http.error_formats import format_of
 
 # The modules that name an endpoint, and the fact that no column of the table holds.
@@ -51,6 +52,22 @@ def test_facts_of_a_route_agree(path: str) -> None:
     assert not route.usage_by_option or route.ends_with_done
     assert not route.generates or route.shape not in (PromptFields.INPUT, PromptFields.PAIRS)
     assert not (route.truncates and route.truncates_if_asked)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path, route in ROUTES.items() if route.shape is not PromptFields.OPAQUE],
+)
+def test_member_that_an_error_names_has_the_prompt(path: str) -> None:
+    route = ROUTES[path]
+    word: dict[str, object] = {"role": "user", "content": "word" * 100}
+    prompts = {
+        PromptFields.CHAT: [word],
+        PromptFields.CHATS: [[word]],
+        PromptFields.TOKENS: [7] * 400,
+    }
+    extent = measure(route.shape, {route.prompt_param: prompts.get(route.shape, "word" * 100)})
+    assert max(extent.text, extent.tokens) >= 400
 
 
 def test_stored_responses_have_the_path_of_the_route_that_stores_them() -> None:

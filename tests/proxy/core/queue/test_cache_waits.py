@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from math import inf
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from proxy.core.fleet.leases import Decision, Lease, LegFailure
 from proxy.core.fleet.worker import MAX_UNRANKED
+from proxy.core.learned.prefix_index import ENDS
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.queue.latency_admission import AdmissionSettings
 from proxy.core.queue.queue import MAX_CACHE_WAIT_SHARE
@@ -24,7 +26,7 @@ from tests.proxy.core.making import make_info, placed, refused, router_of, spec,
 
 TOKEN_S, STEP_S = 1e-4, 0.02
 PROMPT, OUTPUT = 100_000, 50
-BLOCKS = tuple(range(1, 140))
+BLOCKS = tuple(range(1, bisect_right(ENDS, 4 * PROMPT) + 1))
 SAVED_S = PROMPT * TOKEN_S  # by the cache: much more than a slot takes
 WAIT_S = 60.0  # longest in the queue
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import pytest
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import MAX_UNRANKED
-from proxy.core.learned.prefix_index import COVERED
+from proxy.core.learned.prefix_index import COVERED, ENDS
 from proxy.core.learned.sessions import Session, Turn, Visit
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.router import Router
@@ -184,3 +186,26 @@ def test_workers_with_equally_many_tokens_are_all_kept_beside_a_session() -> Non
     session.add_visit(Visit(2, worker_of(router, "w2").up_since, 500, 0))
     held = with_visits([(400, 0b001), (400, 0b010)], session, router.fleet.roster, make_info(1000))
     assert held == [(500, 0b100), (400, 0b011)]
+
+
+def test_conversations_with_one_id_share_their_common_beginning_only() -> None:
+    """As with an application's `prompt_cache_key`."""
+    whole = tuple(range(1, bisect_right(ENDS, 4 * PROMPT) + 1))
+    other = (*whole[:-3], 901, 902, 903)
+    served = []
+    for key in (0, 5):
+        router = three()
+        serve(router, turn_info(prefix=whole), 0.0)
+        served.append(serve(router, turn_info(prefix=other, key=key), 2.0))
+    without, lease = served
+    assert lease.session is not None
+    assert 0 < lease.decision.cached_tokens == without.decision.cached_tokens < PROMPT - 1536
+
+
+def test_worker_that_restarted_or_was_left_long_ago_has_what_the_index_knows() -> None:
+    router, session = router_of(*(spec(f"w{i}") for i in range(6))), Session(5, 0.0)
+    for number in range(6):
+        since = worker_of(router, f"w{number}").up_since - (number == 5)
+        session.add_visit(Visit(number, since, 500, 0, 450))
+    held = with_visits([(400, 0b111111)], session, router.fleet.roster, make_info(1000))
+    assert held == [(500, 0b011100), (400, 0b100011)]

@@ -50,8 +50,9 @@ def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
             group.read_all(after_s=1.0)
         assert lease.decision.turn == (Turn.STAYED if number else Turn.NEW)
         known = [router.fleet.roster.sessions.get(7) for router in group.routers]
-        assert len({(s.depth, s.mark, s.visited) for s in known if s is not None}) == 1
-        assert [[v.tokens for v in s.visits] for s in known if s is not None] == [[4000]] * 3
+        assert len({(s.depth, s.mark, s.tail) for s in known if s is not None}) == 1
+        sizes = [[(v.prompt_tokens, v.tokens) for v in s.visits] for s in known if s is not None]
+        assert sizes == [[(4000, 4000)]] * 3
 
 
 def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGroup) -> None:

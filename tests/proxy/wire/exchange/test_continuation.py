@@ -359,16 +359,22 @@ async def test_a_client_that_leaves_meanwhile_ends_everything(start: Start) -> N
     await site.settled()
 
 
-async def test_only_workers_with_a_journal_continue_a_stream(start: Start) -> None:
+@pytest.mark.parametrize("where", [(), ("tcp://127.0.0.1:1",)], ids=["none", "not read"])
+@pytest.mark.parametrize("other", [0, 1])
+async def test_only_workers_with_a_journal_continue_a_stream(
+    start: Start, where: tuple[str, ...], other: int
+) -> None:
     """Another server ignores the tokens, and would generate another text."""
     site, engines = await journaled(start, *THREE)
     in_turn(site, engines.serve(dies_after=4), engines.serve())
     client = await site.send(engines.request())
     await eventually(lambda: len(site.served()) == 1)
     others = [name for name, fake in site.fakes.items() if not fake.served]
-    site.worker(others[0]).reports_prefixes = False
+    without = site.worker(others.pop(other))
+    without.reports_prefixes = False
+    without.respecify(replace(without.spec, journal=where))
     engines.check(await client.answer())
-    assert len(site.fakes[others[1]].served) == 1
+    assert len(site.fakes[others[0]].served) == 1
 
 
 async def test_a_stream_that_began_before_the_journal_was_read(start: Start) -> None:

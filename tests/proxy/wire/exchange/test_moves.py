@@ -147,6 +147,40 @@ async def test_a_sweep_moves_a_few(start: Start, monkeypatch: pytest.MonkeyPatch
     await streams.end()
 
 
+async def test_a_request_that_ends_before_its_turn_is_not_sent_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "MAX_MOVES_PER_SWEEP", 1)
+    site = await start(*TWO, router=NO_RETRIES)
+    site.fleet.roster.drain("w1")
+    gate = site.hold()
+    clients = [await site.send(chat()) for _ in range(4)]
+    await eventually(lambda: len(site.served()) == 4)
+    site.fleet.roster.drain("w1", draining=False)
+    site.wire.ticks.stop()
+    assert await drain(site, "w0", 0.0) == (1, {WAITS: 3})
+    clients.pop().close()
+    gate.set()
+    for client in clients:
+        assert (await client.answer()).status == 200
+    await eventually(lambda: not site.wire.exchanges)
+    for _ in range(3):
+        site.wire.moves.step(site.wire.clock())
+    assert len(site.served()) == 5
+    site.wire.ticks.start()
+    await site.settled()
+
+
+async def test_streams_that_end_meanwhile_do_not_remain(start: Start) -> None:
+    streams = await paced(start)
+    await streams.begin(3, only_first=True)
+    streams.site.worker("w1").reports_prefixes = False
+    moving = asyncio.create_task(drain(streams.site, "w0", 60.0))
+    await streams.site.swept()
+    await streams.end()
+    assert await moving == (0, {})
+
+
 async def test_a_worker_that_is_used_again_keeps_its_streams(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,20 +9,16 @@ Ours: the longest session, compaction, sub-agents. Prompts have 190k tokens at p
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_sched.bench.traffic.sessions.conversation import first_request
 from vllm_sched.bench.traffic.tables import Quantiles
-from vllm_sched.bench.traffic.types import Piece, Session, TrafficSource, Turn
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-
-    from vllm_sched.bench.traffic.types import Request
+from vllm_sched.bench.traffic.types import Piece, Request, Session, TrafficSource, Turn
 
 TURNS: Final = Quantiles(5, 16, 143, 1170, percents=(25, 50, 90, 99))
 MAX_TURNS: Final = 220

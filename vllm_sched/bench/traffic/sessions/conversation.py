@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
 
-from vllm_sched.bench.traffic.types import Request
-
-if TYPE_CHECKING:
-    from vllm_sched.bench.traffic.types import Piece, Session
+from vllm_sched.bench.traffic.types import Piece, Request, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +19,20 @@ class PlannedTurn:
     restarts: bool  # the prompt is the shared prefix and the new tokens only
     forks: tuple[tuple[PlannedTurn, ...], ...] = ()
     cut: bool = False  # compacted, because it did not fit the context
+    shared: tuple[Piece, ...] = ()  # the shared prefix of its session
+
+    def compacted(self, limit: float) -> PlannedTurn:
+        """Return the turn without the conversation; without the prefix too, if that is too long."""
+        request, size = self.request, _size(self.shared)
+        kept = size + self.new_tokens + request.output_tokens <= limit
+        prefix, known = (self.shared, size) if kept else ((), 0)
+        compacted = replace(
+            request,
+            prompt_tokens=known + self.new_tokens,
+            shared=(*prefix, request.shared[-1]),
+            context_tokens=known,
+        )
+        return replace(self, request=compacted, restarts=True, cut=True)
 
 
 def plan_session(begin: Request, limit: float = inf) -> tuple[PlannedTurn, ...]:
@@ -59,10 +69,14 @@ def _planned(
     turns = []
     for number, turn in enumerate(session.turns):
         new, output = turn.new_tokens, turn.output_tokens
-        cut = prompt.tokens + new + output > limit
-        restarts = cut or (turn.compacts if number else own_begin)
-        if restarts and (number or cut):
+        compacts = turn.compacts and number > 0
+        if compacts:
             prompt.restart(session.shared)
+        cut = prompt.tokens + new + output > limit
+        restarts = cut or compacts or (own_begin and not number)
+        if cut and not compacts:
+            prompt.restart(session.shared)
+        if cut or compacts:
             context = min(context, prompt.tokens)
         if cut:
             output = max(1, min(output, int(limit) // 2))
@@ -81,7 +95,7 @@ def _planned(
             context_tokens=context,
         )
         forks = tuple(tuple(_planned(fork, begin, pieces, limit)) for fork in turn.forks)
-        turns.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut))
+        turns.append(PlannedTurn(request, turn.think_s, new, restarts, forks, cut, session.shared))
         context = size + output
     return turns
 

@@ -12,13 +12,17 @@ Texts count as a token per four bytes. The text fields `tenant` and `class` are 
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from vllm_sched.bench.traffic.sessions.conversation import first_request
 from vllm_sched.bench.traffic.traces import (
     BLOCK_TOKENS,
+    SESSION_KEYS,
     BadLineError,
     TrafficFile,
     is_pipe,
@@ -28,15 +32,8 @@ from vllm_sched.bench.traffic.traces import (
     read_text,
     read_tokens,
 )
-from vllm_sched.bench.traffic.types import Session, Turn
+from vllm_sched.bench.traffic.types import Piece, Request, Session, Turn
 from vllm_sched.errors import UsageError
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from vllm_sched.bench.traffic.types import Piece, Request
 
 BYTES_PER_TOKEN: Final = 4
 DEFAULT_OUTPUT_TOKENS: Final = 128  # as in vLLM's benchmark
@@ -69,7 +66,7 @@ def has_sessions(path: Path) -> bool:
             entry = json.loads(next((line for line in lines if line.strip()), ""))
     except (OSError, ValueError, RecursionError):  # the reader reports the error
         return False
-    return isinstance(entry, dict) and ("session_id" in entry or "turns" in entry)
+    return isinstance(entry, dict) and not SESSION_KEYS.isdisjoint(entry)
 
 
 class SessionTrace(TrafficFile):
