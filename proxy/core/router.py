@@ -86,7 +86,7 @@ class Router:
 
     def charge_refused_read(self, tenant: Tenant | None, now: float) -> None:
         if tenant is not None:
-            billing.charge_refused(tenant, now)
+            billing.charge_refused_read(tenant, now)
 
     def counter_for(self, info: RequestInfo) -> Worker | None:
         """Return the worker to count a request's tokens, if needed."""
@@ -173,7 +173,7 @@ class Router:
             if not (attempts.continues and self._retries.share):
                 why = "too many requests are being retried (router.retries.budget)"
                 return self.placer.count_refusal(info.model, refusals.no_worker_left(why, 1.0))
-            attempts = replace(attempts, owes=True)
+            attempts = replace(attempts, unpaid=True)
         return self._admit(info, now, attempts)
 
     def _admit(self, info: RequestInfo, now: float, attempts: Attempts) -> Lease | Ticket | Refusal:
@@ -193,7 +193,7 @@ class Router:
         none_ahead = not self.queue.any_ahead_of(info)  # they go first
         wait: CacheWait | None = None
         pauses = now < attempts.retry_at
-        if (none_ahead or attempts.is_retry or info.pinned) and not (attempts.owes or pauses):
+        if (none_ahead or attempts.is_retry or info.pinned) and not (attempts.unpaid or pauses):
             placement = self.placer.place(info, now, attempts, none_ahead=none_ahead)
             if placement is not None and not isinstance(placement, CacheWait):
                 return placement
@@ -273,11 +273,11 @@ class Router:
         """Place a queued request, or refuse one without hope; None: it waits on."""
         info, attempts = ticket.info, ticket.attempts
         placement: Lease | Refusal | CacheWait | None = None
-        if now >= attempts.retry_at and (not attempts.owes or self._retries.has_retry(now)):
+        if now >= attempts.retry_at and (not attempts.unpaid or self._retries.has_retry(now)):
             placement = self.placer.place_queued(ticket, now)
-        if attempts.owes and isinstance(placement, Lease):
+        if attempts.unpaid and isinstance(placement, Lease):
             self._retries.spend(now)
-            placement.attempts = replace(placement.attempts, owes=False)
+            placement.attempts = replace(placement.attempts, unpaid=False)
         if placement is not None:
             return placement
         refusal = candidates.why_hopeless(self._roster, info, now, attempts)

@@ -49,8 +49,8 @@ class HandoverCounters:
     def count_warmup(self, outcome: str) -> None:
         self.warmups[outcome] += 1
 
-    def count_prefill(self, lease: Lease, now: float, *, bare: bool) -> None:
-        self.count_end("prefilled_bare" if bare else "prefilled")
+    def count_prefill(self, lease: Lease, now: float, *, without_params: bool) -> None:
+        self.count_end("prefilled_bare" if without_params else "prefilled")
         if (first := lease.prefill) is not None:
             self.prefills[self._label(lease.info.model)].observe(now - first.charged_at)
             self.legs[first.worker.name] += 1

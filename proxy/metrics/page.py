@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 
 from proxy.core.fleet.breaker import BUSY, Breaker
 from proxy.core.fleet.ejection import pool_key_of
-from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.remote_load import own_load
 from proxy.core.fleet.slots import share_taken
 from proxy.core.fleet.worker import Worker
 from proxy.core.request.continuable import REASONS
@@ -294,7 +294,7 @@ def _histograms(page: MetricsPage, metrics: Metrics) -> None:
         page.histograms(family, table.items())
     page.histograms(LOOP_LAG, [((), metrics.loop_lag)])
     phases.show(page, metrics.phases)
-    metrics.unseen.show(page)
+    metrics.no_first_token.show(page)
 
 
 def _handovers(page: MetricsPage, metrics: Metrics) -> None:
@@ -323,7 +323,7 @@ def _handovers(page: MetricsPage, metrics: Metrics) -> None:
 
 def _workers(page: MetricsPage, workers: list[Worker]) -> None:
     rows = [((worker.name, worker.role.value, worker.model), worker) for worker in workers]
-    charges = [(labels, own(worker)) for labels, worker in rows]
+    charges = [(labels, own_load(worker)) for labels, worker in rows]
     page.values(INFLIGHT, ((labels, load.requests) for labels, load in charges))
     page.values(PREFILL, ((labels, load.prefill_tokens) for labels, load in charges))
     page.values(DECODE, ((labels, load.decode_tokens) for labels, load in charges))

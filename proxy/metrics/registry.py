@@ -114,7 +114,7 @@ class Metrics:
         self.handovers = HandoverCounters(self.model_label)
         self.tenants = TenantCounts(router.tenants)
         self.targets = TargetCounts()
-        self.unseen = NoFirstToken(router.fleet.roster)
+        self.no_first_token = NoFirstToken(router.fleet.roster)
         self._models: set[str] = set()
         self._next_cleanup = 0.0
 
@@ -136,11 +136,11 @@ class Metrics:
         elif (stream := finished.stream) is not None:
             if status == CLIENT_GONE:
                 worker, pool = finished.leg or (worker, pool)
-                self.unseen.observe_disconnect(
+                self.no_first_token.observe_disconnect(
                     worker, pool, series.model, size, duration_s, stream=stream
                 )
             elif not stream and status < FAULTY:
-                self.unseen.observe_unstreamed(pool, series.model, size, duration_s)
+                self.no_first_token.observe_unstreamed(pool, series.model, size, duration_s)
 
     def attach_trace(self, finished: FinishedRequest, trace: str) -> None:
         """Attach a trace id to the time to first token of a counted request."""
@@ -234,7 +234,7 @@ class Metrics:
             key: n for key, n in router.placer.handovers.items() if key[0] not in models
         }
         self.handovers.forget_models(models)
-        self.unseen.forget_models(models)
+        self.no_first_token.forget_models(models)
         forget(self.requests, lambda key: _model_of(key) in models)
         tables: tuple[dict[tuple[str, ...], Any], ...] = (
             self.ttft, self.predicted, self.tpot, self.waits, self.phases

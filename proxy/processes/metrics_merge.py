@@ -15,7 +15,7 @@ from proxy.core.model.types import NONE
 from proxy.metrics.exposition import OPENMETRICS, OTHER, TEXT, number
 from proxy.metrics.handovers import ANY
 
-SUMMED = frozenset(
+SUMMED_GAUGES = frozenset(
     [
         "proxy_batch_lines_in_flight",
         "proxy_batches",
@@ -41,15 +41,15 @@ SUMMED = frozenset(
 # The value is in a label, where processes may differ for a moment.
 LEADER_ONLY = frozenset(["proxy_worker_breaker_state"])
 # Counters that are the same in every process: workers report them or processes share them.
-SHARED = frozenset(
+EQUAL_COUNTERS = frozenset(
     ["proxy_transfer_bytes_total", "proxy_breaker_openings_total", "proxy_pool_panics_total"]
 )
 
-FLEET = "proxy_worker_up"  # one series per worker
+WORKER_UP = "proxy_worker_up"  # one series per worker
 PLACEHOLDERS = frozenset([NONE, OTHER, ANY])
 # A quote in a label value is escaped, so this does not match within a value.
-NAMED = re.compile(r'[{,](?:worker|prefill|decode)="((?:[^"\\]|\\.)*)"')
-BOUND = re.compile(r'(?:^|,)le="[^"]*"}$|}$')
+NAMED_WORKER = re.compile(r'[{,](?:worker|prefill|decode)="((?:[^"\\]|\\.)*)"')
+BUCKET_BOUND = re.compile(r'(?:^|,)le="[^"]*"}$|}$')
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class MergedFamily:
 
 
 Page = dict[str, MergedFamily]
-EMPTY = MergedFamily("untyped", "")
+NO_FAMILY = MergedFamily("untyped", "")
 
 
 def read(text: str) -> Page:
@@ -89,43 +89,43 @@ def add_up(pages: Iterable[Page]) -> Page:
             if name in LEADER_ONLY and name in total:
                 continue
             merged = total.setdefault(name, MergedFamily(family.kind, family.help))
-            adds = family.kind != "gauge" or name in SUMMED
+            adds = family.kind != "gauge" or name in SUMMED_GAUGES
             for series, value in family.series.items():
                 if series not in merged.series:
                     merged.series[series] = value
-                elif adds and name not in SHARED:
+                elif adds and name not in EQUAL_COUNTERS:
                     merged.series[series] += value
     return total
 
 
-def permanent(page: Page) -> Page:
-    """Return the families of an exited process that stay in the sums."""
+def own_counts(page: Page) -> Page:
+    """Return a process's counters and histograms, which stay in the sums after its exit."""
     return {
         name: family
         for name, family in page.items()
-        if family.kind != "gauge" and name not in SHARED
+        if family.kind != "gauge" and name not in EQUAL_COUNTERS
     }
 
 
-def missing_in(page: Page, other: Page) -> Page:
+def series_missing_in(page: Page, other: Page) -> Page:
     left: Page = {}
     for name, family in page.items():
-        other_series = other.get(name, EMPTY).series
+        other_series = other.get(name, NO_FAMILY).series
         if not family.series.keys() <= other_series.keys():
             series = {key: value for key, value in family.series.items() if key not in other_series}
             left[name] = MergedFamily(family.kind, family.help, series)
     return left
 
 
-def dropped(before: Page, now: Page) -> Page:
+def lost_counts(before: Page, now: Page) -> Page:
     """Return the series that a process dropped or restarted since its last page.
 
     A histogram is returned as a whole, so that its buckets stay ordered. Its `_sum` is ignored,
     because it may decrease by a rounding error.
     """
-    dropped_series: Page = {}
+    lost: Page = {}
     for name, family in before.items():
-        current, total = now.get(name, EMPTY).series, f"{name}_sum"
+        current, total = now.get(name, NO_FAMILY).series, f"{name}_sum"
         fell = {
             _labels(key)
             for key, value in family.series.items()
@@ -133,12 +133,12 @@ def dropped(before: Page, now: Page) -> Page:
         }
         if fell:
             series = {key: n for key, n in family.series.items() if _labels(key) in fell}
-            dropped_series[name] = MergedFamily(family.kind, family.help, series)
-    return dropped_series
+            lost[name] = MergedFamily(family.kind, family.help, series)
+    return lost
 
 
 def _labels(series: str) -> str:
-    return BOUND.sub("", series.partition("{")[2])
+    return BUCKET_BOUND.sub("", series.partition("{")[2])
 
 
 def without_removed_workers(past: Page, present: Page) -> Page:
@@ -147,18 +147,18 @@ def without_removed_workers(past: Page, present: Page) -> Page:
     Series that a process still shows stay: their sum must not decrease. Without a known worker, as
     after a restart, all series stay.
     """
-    workers = present.get(FLEET, EMPTY).series
-    fleet = {name for series in workers for name in NAMED.findall(series)}
+    workers = present.get(WORKER_UP, NO_FAMILY).series
+    fleet = {name for series in workers for name in NAMED_WORKER.findall(series)}
     if not fleet:
         return past
     names = fleet | PLACEHOLDERS
     left: Page = {}
     for name, family in past.items():
-        shown = present.get(name, EMPTY).series
+        shown = present.get(name, NO_FAMILY).series
         series = {
             key: value
             for key, value in family.series.items()
-            if key in shown or names.issuperset(NAMED.findall(key))
+            if key in shown or names.issuperset(NAMED_WORKER.findall(key))
         }
         left[name] = MergedFamily(family.kind, family.help, series)
     return left

@@ -20,14 +20,14 @@ class MetricsTotals:
     def __init__(self) -> None:
         self._pages: dict[int, metrics_merge.Page] = {}
         self._question_of: dict[int, int] = {}  # question number of each page
-        self._past: metrics_merge.Page = {}
+        self._exited: metrics_merge.Page = {}
 
     def keep_counters(self, index: int) -> None:
         """Keep the final counters of an exited process."""
         self._question_of.pop(index, None)
         last = self._pages.pop(index, None)
         if last is not None:
-            self._past = metrics_merge.add_up([self._past, metrics_merge.permanent(last)])
+            self._exited = metrics_merge.add_up([self._exited, metrics_merge.own_counts(last)])
 
     def merge(
         self,
@@ -43,18 +43,20 @@ class MetricsTotals:
 
         `number` grows with each question; answers may arrive out of order.
         """
-        dropped = [
+        lost_by_process = [
             self._store(index, number, metrics_merge.read(text)) for index, text in pages.items()
         ]
         # The leader's page comes first.
         order = [*pages, *(index for index in self._pages if index not in pages)]
         total = metrics_merge.add_up(self._pages[index] for index in order)
-        if lost := metrics_merge.add_up(dropped):
-            self._past = metrics_merge.add_up([self._past, lost])
-            self._past = metrics_merge.missing_in(self._past, metrics_merge.missing_in(lost, total))
-        if self._past:
-            self._past = metrics_merge.without_removed_workers(self._past, total)
-            total = metrics_merge.add_up([total, self._past])
+        if lost := metrics_merge.add_up(lost_by_process):
+            self._exited = metrics_merge.add_up([self._exited, lost])
+            self._exited = metrics_merge.series_missing_in(
+                self._exited, metrics_merge.series_missing_in(lost, total)
+            )
+        if self._exited:
+            self._exited = metrics_merge.without_removed_workers(self._exited, total)
+            total = metrics_merge.add_up([total, self._exited])
         own = [(PROCESSES, float(serving)), (RESTARTS, float(restarts)), *replicas.rows()]
         for family, value in own:
             name = family.sample_name
@@ -67,6 +69,6 @@ class MetricsTotals:
             return {}
         self._question_of[index] = number
         before, self._pages[index] = self._pages.get(index), page
-        return (
-            {} if before is None else metrics_merge.dropped(metrics_merge.permanent(before), page)
-        )
+        if before is None:
+            return {}
+        return metrics_merge.lost_counts(metrics_merge.own_counts(before), page)

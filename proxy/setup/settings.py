@@ -73,7 +73,7 @@ def router_settings(config: FleetConfig) -> RouterSettings:
         client_priority="priority" in router.client_fields,
         client_arguments="vllm_xargs" in router.client_fields,
         pass_priority=router.pass_priority,
-        transfer_within_s=connector(config.transfer).within_s if config.transfer else inf,
+        transfer_within_s=connector(config.transfer).read_within_s if config.transfer else inf,
     )
 
 

@@ -63,7 +63,7 @@ class Connector:
         self.lease_s = config.lease_s or self.usual_lease_s
 
     @property
-    def within_s(self) -> float:
+    def read_within_s(self) -> float:
         """Seconds within which a decode worker must have read the blocks."""
         return LEASE_USED * self.lease_s
 

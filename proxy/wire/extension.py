@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from proxy.core.model.route_table import Route
+from proxy.core.model.route_table import OWN, Route
 from proxy.core.model.types import Reason, Refusal
 from proxy.http.request import Request, RequestHead
 
-# The paths and routes of the batch extension.
-PATHS = ("/v1/files/", "/v1/batches/")
-ROUTES = frozenset(["files", "batches"])
+BATCH_PATHS = ("/v1/files/", "/v1/batches/")
+BATCH_ROUTES = frozenset(OWN)
 
 
 def refuse_disabled(head: RequestHead) -> Refusal | None:
     """Return the refusal of a batch path if batches are disabled."""
-    if not f"{head.path}/".startswith(PATHS):
+    if not f"{head.path}/".startswith(BATCH_PATHS):
         return None
     message = "Batches are disabled on this router. Set router.batches.path to enable them."
     return Refusal(404, Reason.UNKNOWN_PATH, message, "batches_off")

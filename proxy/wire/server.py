@@ -206,7 +206,7 @@ class WireServer:
     def begin(
         self, client: ServedClient, request: Request, route: Route, arrived_at: float
     ) -> Conversation:
-        if self.extension is not None and route.name in extension.ROUTES:
+        if self.extension is not None and route.name in extension.BATCH_ROUTES:
             return self.extension.begin(client, request)
         return Exchange(self, client, request, route, arrived_at)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.model.route_table import ROUTES, Route
+from proxy.core.model.route_table import ROUTES, PromptFields, Route
 from proxy.core.request.route_lookup import find
 from proxy.wire.client.local_endpoints import PATHS
+from tests.fleet import test_every_route as every_route
 from tests.upstream.source import TABLES_OF, differences_from_table, installed_release
 
 SPEC = find_spec("vllm")
@@ -72,3 +73,9 @@ def test_every_path_is_a_route_or_listed() -> None:
 @pytest.mark.skipif(installed_release() < TABLES_OF, reason="the routes are those of vLLM 0.32")
 def test_every_route_is_served_by_vllm() -> None:
     assert ROUTES.keys() - {path for method, path in served() if method == "POST"} == set()
+
+
+def test_every_route_has_a_request_for_real_workers() -> None:
+    forms = {path for path, route in ROUTES.items() if route.shape is PromptFields.FORM}
+    requests = every_route.BODIES.keys() | every_route.DERENDERED.keys() | forms
+    assert ROUTES.keys() ^ requests == set(), "BODIES in tests/fleet/test_every_route.py"

@@ -284,7 +284,7 @@ def test_mamba_layers_that_keep_all_states_need_a_block_for_each() -> None:
         kv_cache_spec=SimpleNamespace(mamba_cache_mode="all", num_speculative_blocks=2),
     )
     scheduler: Any = SimpleNamespace(max_model_len=100)
-    assert policy_setup._group(scheduler, manager) == KvGroup(16, 7 + 2, 2)
+    assert policy_setup._kv_group(scheduler, manager) == KvGroup(16, 7 + 2, 2)
 
 
 @pytest.mark.usefixtures("_registered")

@@ -75,7 +75,7 @@ def requests_by_status(app: App, without: str = "") -> Counter[int]:
     """Return the router's counts of requests by status, without one tenant's."""
     found: Counter[int] = Counter()
     for key, series in app.metrics.requests.items():
-        if key[0] not in extension.ROUTES:
+        if key[0] not in extension.BATCH_ROUTES:
             found[key[5]] += series.count
     for (tenant, _, status), count in app.metrics.tenants._requests.items():
         if tenant == without:

@@ -76,7 +76,7 @@ class FitSums:
 
 
 def new_sums() -> dict[StepKind, FitSums]:
-    return {kind: FitSums(len(places)) for kind, places in FEATURE_COEFFICIENTS.items()}
+    return {kind: FitSums(len(features)) for kind, features in FEATURE_COEFFICIENTS.items()}
 
 
 class OnlineFit:
@@ -102,7 +102,7 @@ class OnlineFit:
         if (model := self._model) is None:
             self._early_steps.append((kind, shape, seconds))
         else:
-            self._add(kind, shape, seconds, self._weight(model, shape, seconds))
+            self._add_predicted(kind, shape, seconds, model.seconds(shape))
         if self._unsolved >= SOLVE_EVERY or (model is None and self._has_enough()):
             self._unsolved = 0
             self._add_early_steps()
@@ -148,14 +148,17 @@ class OnlineFit:
             self._add(kind, shape, seconds, 1.0 / (larger * larger))
         self._early_steps.clear()
 
-    def _weight(self, model: StepTime, shape: StepShape, seconds: float) -> float:
-        expected = model.seconds(shape)
-        larger = max(expected, seconds)
-        error = abs(seconds - expected) / larger
-        usual = OUTLIER * self.spread
+    def _add_predicted(
+        self, kind: StepKind, shape: StepShape, seconds: float, predicted_s: float
+    ) -> None:
+        """Add a step with less weight if it is an outlier, and learn the usual error."""
+        larger = max(predicted_s, seconds)
+        error = abs(seconds - predicted_s) / larger
+        max_error = OUTLIER * self.spread
+        weight = 1.0 if error <= max_error else max_error / error
+        self._add(kind, shape, seconds, weight / (larger * larger))
         self.spread += SPREAD_GAIN * (error - self.spread)
         self.spread = max(self.spread, MIN_SPREAD)
-        return (1.0 if error <= usual else usual / error) / (larger * larger)
 
     def _has_enough(self) -> bool:
         steps = self._step_counts
@@ -173,27 +176,27 @@ def solve_coefficients(
     """Return the best coefficients; `spread` is the usual relative error."""
     size = len(FITTED_NAMES)
     matrix = [[0.0] * size for _ in range(size)]
-    right = [0.0] * size
+    right_side = [0.0] * size
     steps = [0.0] * size
-    for kind, places in FEATURE_COEFFICIENTS.items():
-        of_kind = sums[kind]
-        products = iter(of_kind.products)
-        for index, firsts in enumerate(places):
-            for first in firsts:
-                right[first] += of_kind.times[index]
-                steps[first] += min(of_kind.steps, most_steps)
-            for other in range(index, len(places)):
-                value = next(products)
-                for first in firsts:
-                    for second in places[other]:
-                        matrix[first][second] += value
-                        if other != index:
-                            matrix[second][first] += value
+    for kind, coefficients_by_feature in FEATURE_COEFFICIENTS.items():
+        kind_sums = sums[kind]
+        products = iter(kind_sums.products)  # of each feature and those from it on
+        for left, rows in enumerate(coefficients_by_feature):
+            for row in rows:
+                right_side[row] += kind_sums.times[left]
+                steps[row] += min(kind_sums.steps, most_steps)
+            for right in range(left, len(coefficients_by_feature)):
+                product = next(products)
+                for row in rows:
+                    for column in coefficients_by_feature[right]:
+                        matrix[row][column] += product
+                        if right != left:
+                            matrix[column][row] += product
     ridge = [
         base + doubt * spread * spread / max(count, 1.0)
         for base, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)
     ]
-    solved = non_negative(matrix, right, ridge, protected=FIXED, dropped_instead=SLOPES)
+    solved = non_negative(matrix, right_side, ridge, protected=FIXED, dropped_instead=SLOPES)
     coefficients = dict(zip(FITTED_NAMES, solved, strict=True))
     if not sums["prefill"].steps:
         # No prefill-only steps: such a step reads the weights too.

@@ -60,22 +60,22 @@ def kv_cache_of(scheduler: Scheduler) -> KvCache:
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     # Sparse attention may have groups in host memory.
     groups = [
-        _group(scheduler, manager)
+        _kv_group(scheduler, manager)
         for manager, group in zip(managers, scheduler.kv_cache_config.kv_cache_groups, strict=True)
         if not getattr(group, "host_resident", False)
     ]
     return KvCache(scheduler.cache_config.num_gpu_blocks or 0, groups)
 
 
-def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
+def _kv_group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
     spec = manager.kv_cache_spec
-    spare = getattr(spec, "num_speculative_blocks", 0)
+    draft_blocks = getattr(spec, "num_speculative_blocks", 0)
     # With the cache mode `all` (vLLM 0.31), Mamba layers keep a state for each block.
     if getattr(spec, "mamba_cache_mode", None) == "all":
-        max_blocks = -(-scheduler.max_model_len // manager.block_size) + spare
+        max_blocks = -(-scheduler.max_model_len // manager.block_size) + draft_blocks
     else:
         max_blocks = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
-    return KvGroup(manager.block_size, max_blocks, spare)
+    return KvGroup(manager.block_size, max_blocks, draft_blocks)
 
 
 def check_configuration(config: VllmConfig, scheduler_class: type[Scheduler] | None = None) -> None:

@@ -77,7 +77,7 @@ class PolicyMixin(UpstreamScheduler):
         try:
             if (limit := planner.pause_and_limit(plan)) is not None:
                 self.max_num_scheduled_tokens = limit.tokens
-                self._record_limit(limit.tokens)
+                self._record_budget(limit.tokens)
                 self._chunks = planner.make_chunks(plan, limit)
             output = super().schedule(*args, **kwargs)
         finally:
@@ -147,7 +147,7 @@ class PolicyMixin(UpstreamScheduler):
     def _record_gate(self, lane_key: LaneKey, closed_by: int | None) -> None:
         """Record which policy's gate is closed to a lane."""
 
-    def _record_limit(self, tokens: int) -> None: ...
+    def _record_budget(self, tokens: int) -> None: ...
 
     def _observe_step(self, finished: FinishedStep) -> None:
         if self._planner is not None:

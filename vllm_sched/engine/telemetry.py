@@ -54,13 +54,13 @@ class EngineStats:
         self.budget = 0  # of the current step
         self.now = 0.0  # when the current step began
         self._uncounted_steps: list[UncountedStep] = []
-        self._held_by: dict[LaneKey, int] = {}  # the first policy with a closed gate
+        self._held_by: dict[LaneKey, int] = {}  # index of the first policy with a closed gate
         self._slots_full = False  # no slot was free, so policies held no request
-        # By lanes, then by policy.
+        # By lanes, then by the policy's index.
         self._held_times: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
             partial(defaultdict, HeldTime)
         )
-        self._keys_of_running: dict[str, LaneKey] = {}  # in which these requests waited
+        self._keys_of_running: dict[str, LaneKey] = {}  # by request id: where it waited
         self._wrote_idle = False  # the last write showed an idle engine
         fit_of_policy = next(filter(None, map(_fit_of, policies)), None)
         self._fit = fit_of_policy or OnlineFit()
@@ -79,11 +79,9 @@ class EngineStats:
         self._slots_full = not admits_requests(scheduler)
         queue: Any = scheduler.waiting
         if isinstance(queue, LaneQueue):
-            for lane_key in [
-                lane_key for lane_key in self._held_by if not queue.lane_counts.waiting[lane_key]
-            ]:
-                del self._held_by[lane_key]
-        # Metrics drop these when they are written.
+            waiting = queue.lane_counts.waiting
+            for empty_lane in [lane_key for lane_key in self._held_by if not waiting[lane_key]]:
+                del self._held_by[empty_lane]
         if self.metrics is not None and isinstance(queue, LaneQueue):
             self._count_admissions(queue, self.metrics)
         if output.total_num_scheduled_tokens:
@@ -96,8 +94,8 @@ class EngineStats:
 
     def begin_step(self, now: float, budget: int) -> None:
         if self._held_by and not self._slots_full and self.metrics is not None:
-            for lane_key, policy in self._held_by.items():
-                self._held_times[lane_key][policy].add(self.now, now)
+            for lane_key, policy_index in self._held_by.items():
+                self._held_times[lane_key][policy_index].add(self.now, now)
         self.now = now
         self.budget = budget
 
@@ -108,9 +106,9 @@ class EngineStats:
             for policy, lane in zip(self.policies, lane_key, strict=True):
                 engine_metrics.count_admission(policy.name, label_of(lane))
             if lane_key in self._held_times:
-                for number, held in self._held_times[lane_key].items():
+                for policy_index, held in self._held_times[lane_key].items():
                     if seconds := held.seconds_since(place.entry.since):
-                        engine_metrics.observe_hold(self.policies[number].name, seconds)
+                        engine_metrics.observe_hold(self.policies[policy_index].name, seconds)
 
     # When a result arrives
 
@@ -155,7 +153,9 @@ class EngineStats:
     def _forget_ended(self, running: Sequence[Request]) -> None:
         ids = {request.request_id for request in running}
         self._keys_of_running = {
-            name: lane_key for name, lane_key in self._keys_of_running.items() if name in ids
+            request_id: lane_key
+            for request_id, lane_key in self._keys_of_running.items()
+            if request_id in ids
         }
 
     def _engine_state(self, scheduler: Scheduler) -> metrics.EngineState:
@@ -246,7 +246,7 @@ class TelemetryMixin(UpstreamScheduler):
         if self._telemetry is not None:
             self._telemetry.record_gate(lane_key, closed_by)
 
-    def _record_limit(self, tokens: int) -> None:
+    def _record_budget(self, tokens: int) -> None:
         if self._telemetry is not None:
             self._telemetry.budget = tokens
 

@@ -40,7 +40,7 @@ class Attempts:
     paused_until: float = 0.0
     failing_since: float = 0.0  # first failure of the paused workers
     failures: int = 0  # attempts used
-    owes: bool = False  # waits for the retry budget
+    unpaid: bool = False  # its retry waits for the budget
     erred_on: tuple[str, ...] = ()  # workers that responded with 500
     drops: int = 0  # connections closed before any response
     retry_at: float = 0.0

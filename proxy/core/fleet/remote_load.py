@@ -27,7 +27,7 @@ class RemoteLoad(Protocol):
         """Return whether remote charges fill a chosen worker; then apply them."""
 
 
-def own(worker: Worker) -> WorkerLoad:
+def own_load(worker: Worker) -> WorkerLoad:
     """Return this process's charges."""
     remote = worker.remote_load
     return WorkerLoad(
@@ -57,7 +57,7 @@ def set_remote_load(worker: Worker, load: WorkerLoad, now: float) -> None:
 
 def inherit_load(successor: Worker, before: Worker) -> None:
     """Charge the successor with its predecessor's requests."""
-    load = own(before)
+    load = own_load(before)
     inherited, successor.inherited = successor.inherited, load
     if grown := _replace_load(successor, inherited, load):
         token_s = successor.pace.token_s

@@ -35,19 +35,19 @@ def ask_other_hosts(info: RequestInfo, on_decided: Decided) -> PendingDecision |
         or ledger.too_long(info.min_prompt_size) is not None
     ):
         return None
-    tokens = _tokens(info)
+    tokens = _tokens_to_charge(info)
     if ledger.remote_limits.take_from_advance(tokens):
-        info.bill.decided, info.bill.exceeded = tokens, None
+        info.bill.decided_tokens, info.bill.exceeded = tokens, None
         return None
 
     def decided(exceeded: LimitExceeded | None) -> None:
-        info.bill.decided, info.bill.exceeded = tokens, exceeded
+        info.bill.decided_tokens, info.bill.exceeded = tokens, exceeded
         on_decided(exceeded)
 
     return ledger.remote_limits.request_decision(tokens, decided)
 
 
-def _tokens(info: RequestInfo) -> int:
+def _tokens_to_charge(info: RequestInfo) -> int:
     """Return what a request may use, without what an earlier attempt has been charged."""
     tokens = info.prompt_tokens + info.expected_output * info.samples
     return max(tokens - info.bill.settled_prompt - info.bill.settled_output, 0)
@@ -66,12 +66,12 @@ def enter(
         return None
     ledger = tenant.ledger
     exceeded: LimitExceeded | None = None
-    tokens = _tokens(info)
-    if info.bill.entered >= 0:  # admitted for counting
+    tokens = _tokens_to_charge(info)
+    if info.bill.entered_tokens >= 0:  # admitted for counting
         exceeded = ledger.too_long(info.min_prompt_size)
-    elif info.bill.decided >= 0:
-        exceeded, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided
-        info.bill.decided = -1
+    elif info.bill.decided_tokens >= 0:
+        exceeded, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided_tokens
+        info.bill.decided_tokens = -1
     elif is_retry:
         ledger.enter_again(now, tokens)
     else:
@@ -79,10 +79,10 @@ def enter(
         exceeded = ledger.enter(now, tokens, prompt)
     if exceeded is not None:
         leave(info, now)
-        _count(tenant, exceeded)
+        _count_limited(tenant, exceeded)
         return refusals.limited(info, exceeded)
-    if info.bill.entered < 0:
-        info.bill.entered = tokens
+    if info.bill.entered_tokens < 0:
+        info.bill.entered_tokens = tokens
         tenant.notify_watches()
     return None
 
@@ -93,7 +93,7 @@ def exhausted_limit(tenant: Tenant, now: float) -> Refusal | None:
     return None if exceeded is None else _refuse_for_now(tenant, exceeded)
 
 
-def charge_refused(tenant: Tenant, now: float) -> None:
+def charge_refused_read(tenant: Tenant, now: float) -> None:
     tenant.ledger.charge_read(now)
     tenant.notify_watches()
 
@@ -112,11 +112,11 @@ def leave_without_worker(tenant: Tenant, now: float) -> None:
 
 
 def _refuse_for_now(tenant: Tenant, exceeded: LimitExceeded) -> Refusal:
-    _count(tenant, exceeded)
+    _count_limited(tenant, exceeded)
     return refusals.limited_for_now(exceeded, exceeded.retry_after_s or 0.0)
 
 
-def _count(tenant: Tenant, exceeded: LimitExceeded) -> None:
+def _count_limited(tenant: Tenant, exceeded: LimitExceeded) -> None:
     limited, limit = tenant.totals.limited, exceeded.limit.value
     limited[limit] = limited.get(limit, 0) + 1
 
@@ -124,14 +124,14 @@ def _count(tenant: Tenant, exceeded: LimitExceeded) -> None:
 def leave(info: RequestInfo, now: float, used: int = 0) -> None:
     if info.tenant is None:
         return
-    if info.bill.decided >= 0:  # it never entered
+    if info.bill.decided_tokens >= 0:  # it never entered
         if info.bill.exceeded is None:
-            info.tenant.ledger.refund(now, info.bill.decided)
-        info.bill.decided = -1
-    if info.bill.entered >= 0:
-        info.tenant.ledger.leave(now, info.bill.entered, used)
+            info.tenant.ledger.refund(now, info.bill.decided_tokens)
+        info.bill.decided_tokens = -1
+    if info.bill.entered_tokens >= 0:
+        info.tenant.ledger.leave(now, info.bill.entered_tokens, used)
         info.tenant.notify_watches()
-        info.bill.entered = -1
+        info.bill.entered_tokens = -1
 
 
 def settle(
@@ -151,17 +151,17 @@ def settle(
         output = max(output - bill.settled_output, 0)
     elif outcome is DONE:
         prompt = info.prompt_tokens
-        unseen = 0 if bill.settled_output else bill.prepaid
+        unseen = 0 if bill.settled_output else bill.prepaid_output
         output = max(lease.seen_tokens or unseen, _estimate_output(lease, now))
     elif outcome in STOPPED_EARLY:
         prompt, output = info.prompt_tokens, max(lease.seen_tokens, _estimate_output(lease, now))
     elif lease.seen_tokens:
         prompt, output = info.prompt_tokens, lease.seen_tokens
     prompt = max(prompt - bill.settled_prompt, 0)
-    charge_output(settings, info, output - bill.prepaid)
-    bill.prepaid = 0
+    charge_output(settings, info, output - bill.prepaid_output)
+    bill.prepaid_output = 0
     if not prompt:
-        charge_prompt(tenant, info, -bill.paid)
+        charge_prompt(tenant, info, -bill.paid_prompt)
     tenant.settle(bill.unsettled, info.rank)
     bill.unsettled = 0.0
     bill.settled_prompt += prompt

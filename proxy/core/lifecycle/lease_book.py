@@ -103,10 +103,10 @@ class LeaseBook:
     def record_tokens(self, lease: Lease, count: int) -> None:
         self._fleet.record_tokens(lease, count)
         info = lease.info
-        if info.tenant is not None and lease.seen_tokens > info.bill.prepaid:
-            more, settings = lease.seen_tokens - info.bill.prepaid, self._placer.settings
+        if info.tenant is not None and lease.seen_tokens > info.bill.prepaid_output:
+            more, settings = lease.seen_tokens - info.bill.prepaid_output, self._placer.settings
             fairness.charge_output(settings.fairness, info, more)
-            info.bill.prepaid = lease.seen_tokens
+            info.bill.prepaid_output = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
         """Return whether sizes may be learned from its usage."""

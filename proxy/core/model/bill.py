@@ -9,12 +9,12 @@ class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
     def __init__(self) -> None:
-        self.decided = -1  # tokens taken by a decision for all hosts, before it enters; -1: none
+        self.decided_tokens = -1  # taken by a decision for all hosts, before it enters; -1: none
         self.exceeded: LimitExceeded | None = None  # by that decision
-        self.entered = -1  # tokens taken from the tenant's limit while in flight; -1: none
+        self.entered_tokens = -1  # taken from the tenant's limit while in flight; -1: none
         self.free = False  # placed while no request waited, so it costs no share
-        self.paid = 0.0  # charged for the prompt at the placement
+        self.paid_prompt = 0.0  # charged at the placement, in tokens
         self.unsettled = 0.0  # the part of the tenant's share that was charged by estimates
-        self.prepaid = 0  # output tokens that were charged before they were written
+        self.prepaid_output = 0  # tokens that were charged before they were written
         # Of earlier attempts of a stream.
         self.settled_prompt = self.settled_output = 0

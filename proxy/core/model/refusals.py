@@ -16,6 +16,9 @@ LIMIT_NAMES = {
 }
 
 
+CHALLENGE = (("WWW-Authenticate", "Bearer"),)
+
+
 class RefusedError(Exception):
     """The router refuses a request."""
 
@@ -96,8 +99,8 @@ def too_long(info: RequestInfo, limit: int) -> Refusal:
 
 def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
     message = f"No worker of the model `{short(model)}` can take this request now."
-    rest_s = max(retry_after_s or 0.0, 1.0)
-    return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
+    retry_after_s = max(retry_after_s or 0.0, 1.0)
+    return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=retry_after_s)
 
 
 def no_worker_left(why: str, retry_after_s: float | None = None) -> Refusal:
@@ -175,9 +178,6 @@ def bad_key() -> Refusal:
     """401; responses are logged, so the key is not repeated."""
     message = "Incorrect API key provided. Ask the operator of this service for a key."
     return Refusal(401, Reason.BAD_KEY, message, "invalid_api_key", headers=CHALLENGE)
-
-
-CHALLENGE = (("WWW-Authenticate", "Bearer"),)
 
 
 def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:

@@ -47,9 +47,9 @@ class FairnessSettings:
 
 def charge(settings: FairnessSettings, tenant: Tenant, info: RequestInfo, cached: int) -> None:
     output = info.expected_output * info.samples
-    info.bill.paid = max(info.prompt_tokens - cached, 0) + settings.cached_weight * cached
-    info.bill.prepaid = output
-    tokens = info.bill.paid + settings.output_weight * output
+    info.bill.paid_prompt = max(info.prompt_tokens - cached, 0) + settings.cached_weight * cached
+    info.bill.prepaid_output = output
+    tokens = info.bill.paid_prompt + settings.output_weight * output
     tenant.charge(tokens, info.rank, free=info.bill.free)
     if not info.bill.free:
         info.bill.unsettled = tenant.estimate(tokens, info.rank)
@@ -62,43 +62,43 @@ def charge_output(settings: FairnessSettings, info: RequestInfo, tokens: float) 
 
 
 def charge_prompt(tenant: Tenant, info: RequestInfo, tokens: float) -> None:
-    tokens = max(tokens, -info.bill.paid)
+    tokens = max(tokens, -info.bill.paid_prompt)
     tenant.charge(tokens, info.rank, free=info.bill.free)
-    info.bill.paid += tokens
+    info.bill.paid_prompt += tokens
 
 
-class ShareFloor:
-    """The least settled counter of a class, in a heap with lazy deletion."""
+class LeastSettled:
+    """The least settled counter of a class's waiting tenants: a heap with lazy deletion."""
 
     def __init__(self) -> None:
-        self._standings: dict[Tenant, float] = {}
+        self._settled: dict[Tenant, float] = {}
         self._heap: list[tuple[float, int, Tenant]] = []
         self._numbers = count()
 
-    def put(self, tenant: Tenant, standing: float) -> None:
-        standings, heap = self._standings, self._heap
-        if standings.get(tenant) == standing:
+    def put(self, tenant: Tenant, settled: float) -> None:
+        counters, heap = self._settled, self._heap
+        if counters.get(tenant) == settled:
             return
-        standings[tenant] = standing
-        heappush(heap, (standing, next(self._numbers), tenant))
-        if len(heap) > 2 * len(standings) + SPARE_HEAP_ENTRIES:
-            self._heap = [(at, next(self._numbers), other) for other, at in standings.items()]
+        counters[tenant] = settled
+        heappush(heap, (settled, next(self._numbers), tenant))
+        if len(heap) > 2 * len(counters) + SPARE_HEAP_ENTRIES:
+            self._heap = [(at, next(self._numbers), other) for other, at in counters.items()]
             heapify(self._heap)
 
     def drop(self, tenant: Tenant) -> None:
-        self._standings.pop(tenant, None)
-        if not self._standings:
+        self._settled.pop(tenant, None)
+        if not self._settled:
             self._heap.clear()
 
     def __contains__(self, tenant: Tenant) -> bool:
-        return tenant in self._standings
+        return tenant in self._settled
 
     def least(self, default: float) -> float:
-        heap, standings = self._heap, self._standings
+        heap, counters = self._heap, self._settled
         while heap:
-            standing, _, tenant = heap[0]
-            if standings.get(tenant) == standing:
-                return standing
+            settled, _, tenant = heap[0]
+            if counters.get(tenant) == settled:
+                return settled
             heappop(heap)
         return default
 
@@ -109,10 +109,10 @@ class ShareCounters:
     def __init__(self) -> None:
         self._waiting: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
         # A bit per class in which a tenant waits in other processes.
-        self._elsewhere: dict[Tenant, int] = {}
-        self._floors = {rank: ShareFloor() for rank in Rank}  # over all processes
-        self._watch = ChangedTenants()
-        self.floors = dict.fromkeys(Rank, 0.0)
+        self._remote_waits: dict[Tenant, int] = {}
+        self._least_settled = {rank: LeastSettled() for rank in Rank}  # over all processes
+        self._changed = ChangedTenants()
+        self.floors = dict.fromkeys(Rank, 0.0)  # largest counter of a tenant that stopped waiting
 
     def waiting(self, rank: Rank) -> Collection[Tenant]:
         return self._waiting[rank]
@@ -121,11 +121,11 @@ class ShareCounters:
         """Count a queued request; lift a returning tenant."""
         tenant.waiting += 1
         if tenant not in self._waiting[rank]:
-            if not self._elsewhere.get(tenant, 0) >> rank & 1:
-                tenant.lift(rank, self._lowest(rank))
+            if not self._remote_waits.get(tenant, 0) >> rank & 1:
+                tenant.lift(rank, self._starting_counter(rank))
             self._waiting[rank].add(tenant)
             tenant.waits |= 1 << rank
-            self._count(tenant, rank)
+            self._update_least_settled(tenant, rank)
             tenant.notify_watches()
 
     def remove(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
@@ -135,33 +135,33 @@ class ShareCounters:
             self._waiting[rank].discard(tenant)
             tenant.waits &= ~(1 << rank)
             self.floors[rank] = max(self.floors[rank], tenant.settled(rank))
-            self._count(tenant, rank)
+            self._update_least_settled(tenant, rank)
             tenant.notify_watches()
 
     def set_remote_waits(self, tenant: Tenant, ranks: int) -> None:
         """Set a tenant's bits for the other processes."""
-        if ranks == self._elsewhere.get(tenant, 0):
+        if ranks == self._remote_waits.get(tenant, 0):
             return
-        self._elsewhere[tenant] = ranks
+        self._remote_waits[tenant] = ranks
         for rank in Rank:
-            self._count(tenant, rank)
+            self._update_least_settled(tenant, rank)
         if not ranks:
-            del self._elsewhere[tenant]
+            del self._remote_waits[tenant]
 
-    def _lowest(self, rank: Rank) -> float:
-        for tenant in self._watch.pop_all():
-            for floor_rank, floor in self._floors.items():
-                if tenant in floor:
-                    floor.put(tenant, tenant.settled(floor_rank))
-        return self._floors[rank].least(self.floors[rank])
+    def _starting_counter(self, rank: Rank) -> float:
+        for tenant in self._changed.pop_all():
+            for changed_rank, least in self._least_settled.items():
+                if tenant in least:
+                    least.put(tenant, tenant.settled(changed_rank))
+        return self._least_settled[rank].least(self.floors[rank])
 
-    def _count(self, tenant: Tenant, rank: Rank) -> None:
-        waits = tenant.waits | self._elsewhere.get(tenant, 0)
+    def _update_least_settled(self, tenant: Tenant, rank: Rank) -> None:
+        waits = tenant.waits | self._remote_waits.get(tenant, 0)
         if waits >> rank & 1:
-            self._floors[rank].put(tenant, tenant.settled(rank))
+            self._least_settled[rank].put(tenant, tenant.settled(rank))
         else:
-            self._floors[rank].drop(tenant)
+            self._least_settled[rank].drop(tenant)
         if waits:
-            tenant.watches.add(self._watch)
+            tenant.watches.add(self._changed)
         else:
-            tenant.watches.discard(self._watch)
+            tenant.watches.discard(self._changed)

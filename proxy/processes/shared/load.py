@@ -18,7 +18,7 @@ from typing import Protocol
 
 from proxy.core.fleet.breaker import BreakerSnapshot
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.remote_load import own_load
 from proxy.core.fleet.worker import NO_LIMIT, Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.processes.shared.process_sheet import (
@@ -172,7 +172,7 @@ class SharedLoad:
             row = self._rows.get(worker)
             if row is None:
                 continue
-            load = own(worker)
+            load = own_load(worker)
             if urgent is not None:
                 urgent.note_requests(worker, row, load.requests)
             sheet.write_load(row, load, worker.due_at)

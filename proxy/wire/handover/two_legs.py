@@ -102,7 +102,7 @@ class TwoLegExchange:
             return False
         pool = wire.pools.pool_for(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
-        late_s = decode_timeout_s(lease, connector.within_s if holds else inf) - spent_s
+        late_s = decode_timeout_s(lease, connector.read_within_s if holds else inf) - spent_s
         exchange.timeout_s = min(late_s, response_timeout_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
@@ -114,12 +114,12 @@ class TwoLegExchange:
         """Release the prefill worker, and count its response."""
         wire, lease, handover = self._wire, self._lease, self._lease.decision.handover
         learns = handover is not None and handover.cached_tokens > 0
-        bare = self._connector.needs_params and result.params is None
-        if bare and handover is not None:
+        lacks_params = self._connector.needs_params and result.params is None
+        if lacks_params and handover is not None:
             handover.tokens = 0  # nothing to transfer
-        wire.metrics.handovers.count_prefill(lease, now, bare=bare)
+        wire.metrics.handovers.count_prefill(lease, now, without_params=lacks_params)
         wire.router.leases.end_prefill(lease, now, usage_of(fields) if learns else None)
-        if bare:
+        if lacks_params:
             self._count_link_failure(now, ANY_DECODE)
         else:
             wire.router.placer.links.record_success(self._prefill_worker, ANY_DECODE)

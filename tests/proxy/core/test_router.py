@@ -190,11 +190,11 @@ def test_continued_request_that_waits_for_the_budget_pays_once() -> None:
     ticket = waits(
         router.submit_again(make_info(), 0.0, Attempts(tried, continues=True, any_worker=True))
     )
-    assert ticket.attempts.owes
+    assert ticket.attempts.unpaid
     assert list(router.pop_due(0.0)) == []
     gone, end = pop_one(router, 2.0)  # two retries have been added
     assert gone is ticket
-    assert not placed(end).attempts.owes
+    assert not placed(end).attempts.unpaid
     assert isinstance(router.submit_again(make_info(), 2.0, Attempts(tried)), Lease)
     assert isinstance(router.submit_again(make_info(), 2.0, Attempts(tried)), Refusal)
 

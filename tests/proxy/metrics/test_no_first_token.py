@@ -59,9 +59,9 @@ def finish(
 def test_leaving_without_a_token_is_timed(metrics: Metrics) -> None:
     for seconds in (0.1, 2.9, 3.0, 3.1, 70.0):
         finish(metrics, status=499, seconds=seconds)
-    assert left_count(metrics.unseen, "a", "bucket", ',le="0.5"') == 1
-    assert left_count(metrics.unseen, "a", "bucket", ',le="3.0"') == 3
-    assert left_count(metrics.unseen, "a") == 5
+    assert left_count(metrics.no_first_token, "a", "bucket", ',le="0.5"') == 1
+    assert left_count(metrics.no_first_token, "a", "bucket", ',le="3.0"') == 3
+    assert left_count(metrics.no_first_token, "a") == 5
     assert "proxy_left_seconds_bucket" in scraped(metrics)
 
 
@@ -71,12 +71,12 @@ def test_whole_responses_are_timed_without_streams_and_failures(metrics: Metrics
     finish(metrics, status=200, seconds=9.0)
     finish(metrics, status=502, seconds=9.0, stream=False)
     finish(metrics, status=200, seconds=9.0, stream=False, generates=False, prompt=0)
-    assert shown(metrics.unseen) == {}
+    assert shown(metrics.no_first_token) == {}
     labels = 'pool="general",model="m",class="short"'
     finish(metrics, status=499, seconds=9.0, stream=False)  # has its own label
-    assert shown(metrics.unseen)[f"proxy_whole_answer_seconds_count{{{labels}}}"] == 0
+    assert shown(metrics.no_first_token)[f"proxy_whole_answer_seconds_count{{{labels}}}"] == 0
     finish(metrics, status=200, seconds=45.0, stream=False)
-    found = shown(metrics.unseen)
+    found = shown(metrics.no_first_token)
     assert found[f'proxy_whole_answer_seconds_bucket{{{labels},le="40.0"}}'] == 0
     assert found[f'proxy_whole_answer_seconds_bucket{{{labels},le="60.0"}}'] == 1
     assert found[f"proxy_whole_answer_seconds_count{{{labels}}}"] == 1
@@ -91,7 +91,7 @@ def test_leaving_a_handover_counts_for_the_current_leg(
     handover = HandoverDecision(prefill, 0, 100, 0.1, 0.1)
     decision = Decision(decode, Reason.HANDOVER, handover=handover)
     finish(metrics, status=499, seconds=9.0, decision=decision, prefilled_at=prefilled_at)
-    [key] = metrics.unseen.left
+    [key] = metrics.no_first_token.left
     assert key == (worker, {"p": "prefill", "d": "decode"}[worker], "m", "short", "true")
 
 
@@ -99,14 +99,14 @@ def test_leaving_the_queue_has_no_worker(metrics: Metrics) -> None:
     metrics.count_request(
         finished(CHAT, 499, Reason.FLEET_FULL, 5.0, model="m", size=SHORT, stream=True)
     )
-    assert [key[0] for key in metrics.unseen.left] == [NONE]
+    assert [key[0] for key in metrics.no_first_token.left] == [NONE]
 
 
 def test_series_of_removed_workers_are_merged(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unseen_module, "MAX_SERIES", 3)
-    counts = metrics.unseen
+    counts = metrics.no_first_token
 
     def leave(worker: str) -> None:
         counts.observe_disconnect(worker, "general", "m", SHORT, 5.0, stream=True)
@@ -123,5 +123,5 @@ def test_series_of_removed_workers_are_merged(
 def test_removed_models_leave_no_series(metrics: Metrics) -> None:
     finish(metrics, status=499, seconds=9.0)
     finish(metrics, status=200, seconds=9.0, stream=False)
-    metrics.unseen.forget_models({"m"})
-    assert shown(metrics.unseen) == {}
+    metrics.no_first_token.forget_models({"m"})
+    assert shown(metrics.no_first_token) == {}

@@ -17,7 +17,7 @@ from grafana import declared
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MIN_OPEN_S
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
-from proxy.core.fleet.remote_load import own, set_remote_load
+from proxy.core.fleet.remote_load import own_load, set_remote_load
 from proxy.core.model.role import Role
 from proxy.core.model.specs import Gauges
 from proxy.core.model.types import Reason, RequestInfo
@@ -209,7 +209,7 @@ def test_charges_of_other_replicas_are_not_shown(metrics: Metrics, router: Route
     """The sum over replicas is what a worker has."""
     worker, _ = router.fleet.roster
     router.fleet.charge(make_info(), Decision(worker, Reason.SHORT_POOL), now=0.0)
-    charged = own(worker)
+    charged = own_load(worker)
     set_remote_load(worker, charged, now=0.0)
     assert worker.requests == 2
     s0 = labels_of(router, "s0")
@@ -406,7 +406,7 @@ def fill_families(metrics: Metrics, router: Router) -> None:
     router.placer.decisions["tiny", Reason.PREFIX] = 3
     router.placer.handovers["tiny", HandoverVerdict.HANDED_OVER] = 2
     lease = charge_handover(router)
-    metrics.handovers.count_prefill(lease, 1.5, bare=False)
+    metrics.handovers.count_prefill(lease, 1.5, without_params=False)
     router.leases.end_prefill(lease, 1.5, None)
     metrics.handovers.observe_transfer(lease, 1.75)
     metrics.handovers.count_warmup("done")

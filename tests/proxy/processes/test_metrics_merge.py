@@ -16,7 +16,7 @@ from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, written
 
 # Gauges that are equal in all processes; the leader's value is shown. A new gauge belongs here or
-# in `SUMMED`.
+# in `SUMMED_GAUGES`.
 EQUAL = {
     "proxy_build_info",
     "proxy_bytes_per_token",
@@ -87,7 +87,7 @@ def test_label_value_may_be_any_text() -> None:
 
 
 def test_only_own_counters_and_histograms_of_a_process_are_permanent() -> None:
-    past = metrics_merge.permanent(metrics_merge.read(page({"a": 3}, 2, 5, 0.5)))
+    past = metrics_merge.own_counts(metrics_merge.read(page({"a": 3}, 2, 5, 0.5)))
     assert set(past) == {"proxy_requests_total", "proxy_ttft_seconds"}
 
 
@@ -134,6 +134,6 @@ def test_every_gauge_has_a_rule_for_its_sum() -> None:
     gauges = {family.name for family in router_families() if family.kind == "gauge"}
     assert len(gauges) > 15
     of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
-    assert gauges - of_workers - metrics_merge.SUMMED - EQUAL == set(), (
-        "add it to SUMMED in proxy/processes/metrics_merge.py, or to EQUAL here"
+    assert gauges - of_workers - metrics_merge.SUMMED_GAUGES - EQUAL == set(), (
+        "add it to SUMMED_GAUGES in proxy/processes/metrics_merge.py, or to EQUAL here"
     )

@@ -53,7 +53,7 @@ def serve(counts: Metrics, worker: str, times: int = 1) -> None:
     for _ in range(times):
         counts.count_request(finished(model="m", worker=worker, ttft_s=0.1))
     counts.count_retry(worker, "reset")
-    counts.unseen.observe_disconnect(worker, "general", "m", "short", 1.0, stream=True)
+    counts.no_first_token.observe_disconnect(worker, "general", "m", "short", 1.0, stream=True)
     counts.handovers.count_barred(worker, "any")
 
 

@@ -140,6 +140,6 @@ def test_loopback_address_of_another_host_is_doubted(
 @pytest.mark.parametrize(("lease_s", "within_s"), [(None, 24.0), (60.0, 48.0)])
 def test_fetch_limit_is_80_percent_of_the_lease(lease_s: float | None, within_s: float) -> None:
     config = TransferConfig(connector="nixl", lease_s=lease_s)
-    assert connector(config).within_s == pytest.approx(within_s)
+    assert connector(config).read_within_s == pytest.approx(within_s)
     other_config = TransferConfig(connector="shared-storage", path="/kv")
-    assert connector(other_config).within_s == float("inf")
+    assert connector(other_config).read_within_s == float("inf")

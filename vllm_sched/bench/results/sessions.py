@@ -28,10 +28,10 @@ class PlayedSession:
     turns: int  # planned, without sub-agents' turns
     klass: str = ""
     tenant: str = ""
-    done: int = 0  # turns with a complete answer
+    done: int = 0  # turns with a complete response
     sub_agents: int = 0  # that ended
     think_s: float = 0.0  # of its turns, and of the sub-agents that it waited for
-    end: float | None = None  # of the last answer, once the task is finished
+    end: float | None = None  # of the last response, once the task is finished
     failed: bool = False
 
     @classmethod
@@ -71,12 +71,12 @@ def session_figures(
         "failed": failed,
         "unfinished": len(sessions) - len(finished) - failed,
         "sub_agents": sum(session.sub_agents for session in sessions),
-        **_spread("turns", (session.turns for session in sessions)),
-        **_spread("task_s", map(_task_s, finished)),
-        **_spread("task_without_thinking_s", map(_without_thinking, finished)),
+        **_percentiles("turns", (session.turns for session in sessions)),
+        **_percentiles("task_s", map(_task_s, finished)),
+        **_percentiles("task_without_thinking_s", map(_without_thinking, finished)),
         **_turn_figures([outcome for outcome in outcomes if outcome.good and outcome.session]),
         "by_turns": {
-            name: {"finished": len(group), **_spread("task_s", map(_task_s, group))}
+            name: {"finished": len(group), **_percentiles("task_s", map(_task_s, group))}
             for name, group in _by_turns(finished).items()
         },
         "tasks": [session.to_json() for session in sessions],
@@ -90,12 +90,12 @@ def _turn_figures(turns: Sequence[Outcome]) -> dict[str, float | None]:
     repeating = [t for t in turns if t.context_tokens >= HIGH_REUSE * t.prompt_tokens]
     reported = [turn for turn in turns if turn.cached_tokens is not None]
     return {
-        **_spread("first_ttft_s", (turn.ttft for turn in first)),
-        **_spread("later_ttft_s", (turn.ttft for turn in later)),
-        "repeated_share": _share(sum(turn.context_tokens for turn in turns), _prompts(turns)),
+        **_percentiles("first_ttft_s", (turn.ttft for turn in first)),
+        **_percentiles("later_ttft_s", (turn.ttft for turn in later)),
+        "repeated_share": _share(sum(turn.context_tokens for turn in turns), _prompt_tokens(turns)),
         "high_reuse_turns": _share(len(repeating), len(turns)),
         "cached_share": _share(
-            sum(turn.cached_tokens or 0 for turn in reported), _prompts(reported)
+            sum(turn.cached_tokens or 0 for turn in reported), _prompt_tokens(reported)
         ),
     }
 
@@ -103,7 +103,7 @@ def _turn_figures(turns: Sequence[Outcome]) -> dict[str, float | None]:
 def _by_turns(finished: Iterable[PlayedSession]) -> dict[str, list[PlayedSession]]:
     groups: defaultdict[str, list[PlayedSession]] = defaultdict(list)
     for session in sorted(finished, key=lambda session: session.turns):
-        groups[_group(session.turns)].append(session)
+        groups[_turn_range(session.turns)].append(session)
     return groups
 
 
@@ -113,7 +113,7 @@ def session_table(figures: dict[str, Any]) -> Table:
     layout.add_row("tasks finished", f"{figures['finished']:,}")
     layout.add_row("failed", f"{failed:,}", style="bold red" if failed else "")
     layout.add_row("not finished", f"{figures['unfinished']:,}")
-    layout.add_row("turns p50 / p90", f"{_two(figures, 'turns', _count)}")
+    layout.add_row("turns p50 / p90", f"{_percentile_pair(figures, 'turns', _count)}")
     layout.add_row("sub-agents", f"{figures['sub_agents']:,}", end_section=True)
     for title, name, percents in (
         ("task p50 / p90", "task_s", (50, 90)),
@@ -121,10 +121,11 @@ def session_table(figures: dict[str, Any]) -> Table:
         ("first turn's TTFT p50 / p99", "first_ttft_s", (50, 99)),
         ("later turns' TTFT p50 / p99", "later_ttft_s", (50, 99)),
     ):
-        layout.add_row(title, _two(figures, name, _time, percents))
+        layout.add_row(title, _percentile_pair(figures, name, _time, percents))
     for name, group in figures["by_turns"].items():
         layout.add_row(
-            f"task of {name} turns p50 / p90 ({group['finished']:,})", _two(group, "task_s", _time)
+            f"task of {name} turns p50 / p90 ({group['finished']:,})",
+            _percentile_pair(group, "task_s", _time),
         )
     layout.add_section()
     layout.add_row("prompt tokens from earlier turns", _percent(figures["repeated_share"]))
@@ -160,11 +161,11 @@ def _without_thinking(session: PlayedSession) -> float:
     return _task_s(session) - session.think_s
 
 
-def _prompts(turns: Iterable[Outcome]) -> int:
+def _prompt_tokens(turns: Iterable[Outcome]) -> int:
     return sum(turn.prompt_tokens for turn in turns)
 
 
-def _group(turns: int) -> str:
+def _turn_range(turns: int) -> str:
     low = 1
     for limit in TURN_LIMITS:
         if turns <= limit:
@@ -173,7 +174,7 @@ def _group(turns: int) -> str:
     return f"{low} or more"
 
 
-def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
+def _percentiles(name: str, values: Iterable[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     return {
         f"p{percent}_{name}": percentile_of_sorted(ordered, percent) if ordered else None
@@ -181,7 +182,7 @@ def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
     }
 
 
-def _two(
+def _percentile_pair(
     figures: dict[str, Any], name: str, shown: Any, percents: tuple[int, int] = (50, 90)
 ) -> str:
     return " / ".join(shown(figures[f"p{percent}_{name}"]) for percent in percents)

@@ -27,27 +27,27 @@ MIN_RATE, MAX_RATE = 1e-4, 1e12  # requests/s
 
 class DrawnRequests:
     def __init__(self, requests: Iterable[Request], class_of: Callable[[int], str]) -> None:
-        self._unknown, self._class_of = iter(requests), class_of
-        self._known: list[Request] = []
+        self._rest, self._class_of = iter(requests), class_of
+        self._drawn: list[Request] = []
 
     def prompt_tokens(self, count: int) -> int:
         """Return the prompt tokens of the first `count` requests."""
-        self._draw(count)
-        return sum(request.prompt_tokens for request in self._known[:count])
+        self._draw_until(count)
+        return sum(request.prompt_tokens for request in self._drawn[:count])
 
     def requests_at(self, moments: Sequence[float]) -> list[Request]:
-        self._draw(len(moments))
+        self._draw_until(len(moments))
         class_of = self._class_of
         return [
             Request(
                 at, class_of(request.prompt_tokens), request.prompt_tokens, request.output_tokens,
                 request.tenant, request.shared,
             )
-            for at, request in zip(moments, self._known, strict=False)
+            for at, request in zip(moments, self._drawn, strict=False)
         ]  # fmt: skip
 
-    def _draw(self, count: int) -> None:
-        self._known += islice(self._unknown, max(count - len(self._known), 0))
+    def _draw_until(self, count: int) -> None:
+        self._drawn += islice(self._rest, max(count - len(self._drawn), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class CapacitySearch:
         play: Callable[[FleetShape, float, int], FlowResult | None],
         enough: Callable[[FlowResult], bool],
     ) -> None:
-        self._order = list(draws)  # the likeliest to fail first
+        self._order = list(draws)  # the likeliest to fail comes first
         self._margins: dict[int, float] = {}  # by draw, at its last success
         self._play, self._enough = play, enough
         self._played: dict[tuple[FleetShape, int, int], FlowResult | None] = {}
@@ -84,43 +84,45 @@ class CapacitySearch:
 
         `draws`: only by this many draws, the last to fail.
         """
-        bottom, top = _rate_step(max(min_rate, MIN_RATE)), _rate_step(min(max_rate, MAX_RATE))
+        bottom, top = _rung_of(max(min_rate, MIN_RATE)), _rung_of(min(max_rate, MAX_RATE))
         while rate_at(top) > max_rate:
             top -= 1
         if top < bottom:
             return None
-        begin = min(max(_rate_step(max(start, MIN_RATE)), bottom), top)
-        rung = self._highest_of_first(shape, begin, bottom, top)
+        begin = min(max(_rung_of(max(start, MIN_RATE)), bottom), top)
+        rung = self._highest_of_likeliest(shape, begin, bottom, top)
         while rung is not None:
             if (verdict := self._verdict_at(shape, rung, draws)) is not None:
                 return verdict
-            rung = self._highest_of_first(shape, rung - 1, bottom, rung - 1)
+            rung = self._highest_of_likeliest(shape, rung - 1, bottom, rung - 1)
         return None
 
-    def _run(self, shape: FleetShape, rung: int, draw: int) -> FlowResult | None:
-        played = shape, rung, draw
-        if played not in self._played:
-            self._played[played] = self._play(shape, rate_at(rung), draw)
-        return self._played[played]
+    def _played_at(self, shape: FleetShape, rung: int, draw: int) -> FlowResult | None:
+        key = shape, rung, draw
+        if key not in self._played:
+            self._played[key] = self._play(shape, rate_at(rung), draw)
+        return self._played[key]
 
-    def _highest_of_first(self, shape: FleetShape, begin: int, bottom: int, top: int) -> int | None:
+    def _highest_of_likeliest(
+        self, shape: FleetShape, begin: int, bottom: int, top: int
+    ) -> int | None:
         """Return the highest rung for the draw that failed last; None if below `bottom`."""
         if begin < bottom:
             return None
-        first = self._order[0]
+        likeliest = self._order[0]
         rung, failed, stride = begin, top + 1, 1
-        while self._run(shape, rung, first) is None:
+        while self._played_at(shape, rung, likeliest) is None:
             if rung == bottom:
                 return None
             failed, rung, stride = rung, max(rung - stride, bottom), 2 * stride
         while rung >= begin and rung + stride < failed:
-            if self._run(shape, rung + stride, first) is None:
+            if self._played_at(shape, rung + stride, likeliest) is None:
                 failed = rung + stride
             else:
                 rung, stride = rung + stride, 2 * stride
         while failed - rung > 1 and failed <= top:
             middle = (rung + failed) // 2
-            if self._run(shape, middle, first) is None:
+            if self._played_at(shape, middle, likeliest) is None:
                 failed = middle
             else:
                 rung = middle
@@ -133,7 +135,7 @@ class CapacitySearch:
         # The draw with the smallest margin is the most likely to fail.
         self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
         for draw in self._order[:draws]:
-            run = self._run(shape, rung, draw)
+            run = self._played_at(shape, rung, draw)
             if run is None:
                 self._order.remove(draw)
                 self._order.insert(0, draw)
@@ -150,7 +152,8 @@ def _margin(run: FlowResult) -> float:
     return min(run.all.share, *(figures.kept_share for figures in run.classes.values()), 1.0)
 
 
-def _rate_step(rate: float) -> int:
+def _rung_of(rate: float) -> int:
+    """Return the lowest rung with at least this rate."""
     rung = math.ceil(math.log(rate) / math.log(RUNG_RATIO))
     return rung - 1 if rate_at(rung - 1) >= rate else rung
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet.charges import Fleet
-from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.remote_load import own_load
 from proxy.core.fleet.worker import Worker
 from proxy.core.fleet.worker_load import NO_LOAD, WorkerLoad
 from proxy.core.model.types import Outcome
@@ -54,15 +54,15 @@ def test_remote_charges_do_not_change_own_charges() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
     lease = placed(router.submit(make_info(700, 30), 1.0))
-    before = own(worker)
+    before = own_load(worker)
     remote = WorkerLoad(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77, 8)
     for _ in range(3):
         router.fleet.health.apply_remote_load(worker, remote, 0.0, 1.0)
-    assert own(worker) == before
+    assert own_load(worker) == before
     assert worker.requests == before.requests + 4
     assert worker.num_decoding == 2
     router.leases.finish(lease, 2.0, Outcome.DONE)
-    assert own(worker) == WorkerLoad(total_placed=1), "only the total stays"
+    assert own_load(worker) == WorkerLoad(total_placed=1), "only the total stays"
     router.fleet.health.apply_remote_load(worker, NO_LOAD, 0.0, 2.0)
     assert idle([worker])
 

@@ -13,7 +13,7 @@ from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.leases import Decision, HandoverDecision, Lease
 from proxy.core.fleet.model_lists import MAX_MODEL_LIST_WAIT_S
 from proxy.core.fleet.monitoring import IDLE_BEFORE_RETRY_S
-from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.remote_load import own_load
 from proxy.core.fleet.slots import MAX_PAGE_AGE_S
 from proxy.core.fleet.worker import MAX_IDLE_PAGE_S
 from proxy.core.learned.latency import PrefillWork
@@ -314,7 +314,7 @@ def test_renamed_worker_inherits_charges() -> None:
         fleet.roster.replace([replace(spec("a"), name=name), spec("x")])
         fleet.health.probe_ok(name, 0.0)
     successor, other = worker_of(router, "c"), worker_of(router, "x")
-    assert own(successor) == own(before)
+    assert own_load(successor) == own_load(before)
     assert successor.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
     assert placed(router.submit(make_info(2000), 0.1)).worker is other  # with half the work
     fleet.record_first_token(lease, 0.4)

@@ -121,7 +121,7 @@ def test_service_differs_by_requests_in_flight_if_output_is_unknown(
             info = running.pop(0)
             assert info.tenant is not None
             written = truth[info.tenant.name]
-            fairness.charge_output(SETTINGS, info, written - info.bill.prepaid)
+            fairness.charge_output(SETTINGS, info, written - info.bill.prepaid_output)
             service[info.tenant.name] += int(100 + SETTINGS.output_weight * written)
         assert abs(service["a"] - service["b"]) <= worst * (slots * 3 + 1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.core.fleet.charges import LARGE_PREFILL_TOKENS
 from proxy.core.fleet.leases import FIRST_ATTEMPT, Decision, Lease
-from proxy.core.fleet.remote_load import own
+from proxy.core.fleet.remote_load import own_load
 from proxy.core.fleet.worker_load import WorkerLoad
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome, Reason
@@ -120,7 +120,7 @@ def test_charges_of_a_dead_process_are_released(make_group: MakeGroup) -> None:
     group.now += 1
     group.submit(1)
     worker = group.worker(1, "a")
-    assert own(worker).requests == worker.requests == 1
+    assert own_load(worker).requests == worker.requests == 1
 
 
 def test_breaker_is_shared(make_all: MakeGroup) -> None:
