@@ -173,10 +173,11 @@ def prepare_continuation(
     if exchange.begun_response is None:
         exchange.whole_body = exchange.request.body
     if isinstance(output, TextSoFar):
-        exchange.text_so_far = output
+        exchange.text_so_far, exchange.tokens_source = output, None
         exchange.request.body = output.body
     else:
         exchange.text_so_far = None
+        exchange.tokens_source = lease.worker, lease.charged_at, len(output)
         exchange.request.body = with_output(exchange.whole_body, output)
     response.drop_partial_event()
     exchange.begun_response = response
@@ -289,6 +290,8 @@ def remove_repeated(
     try:
         new = rest.feed(body)
     except TextDiffersError:
+        if continue_with_late_tokens(exchange, now):
+            return None
         record_not_continued(exchange, now, Obstacle(DIFFERS), exchange.failed_worker)
         return DIFFERENT
     except EngineFailedError as error:
@@ -313,3 +316,20 @@ def remove_repeated(
             )
             exchange.wire.router.leases.record_first_token(lease, now)
     return new
+
+
+def continue_with_late_tokens(exchange: AttemptOwner, now: float) -> bool:
+    """Continue from the tokens that the journal has had since, if there are any.
+
+    A busy engine's journal is later than its response, and another worker samples other tokens.
+    """
+    source, exchange.tokens_source = exchange.tokens_source, None
+    tokens_of = exchange.wire.router.fleet.roster.stream_tokens
+    if source is None or tokens_of is None:
+        return False
+    worker, since, count = source
+    tokens = tokens_of(worker, exchange.request.id.decode("latin-1"), since)
+    if tokens is None or len(tokens) <= count:
+        return False
+    exchange.request.body = with_output(exchange.whole_body, tokens)
+    return exchange.try_another(now, Outcome.MOOT, WorkerError.LATE_TOKENS) is None

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 FORM = PromptFields.FORM
 NOT_CONTINUED = "not_continued"
+UNFAILED = WorkerError.DRAINED, WorkerError.LATE_TOKENS  # the worker is well
 
 
 class Exchange(AttemptOwner):
@@ -191,13 +192,13 @@ class Exchange(AttemptOwner):
     ) -> Refusal | None:
         """Send the request to another worker; return a refusal if none is left.
 
-        `head`: the response that reports the failure. A drained worker has not failed.
+        `head`: the response that reports the failure.
         """
         attempt, wire = self._attempt, self.wire
         lease = None if attempt is None else attempt.lease
         if attempt is None or lease is None:
             return self.last_refusal
-        worker, moves = lease.running_leg.worker, error is WorkerError.DRAINED
+        worker, moves = lease.running_leg.worker, error in UNFAILED
         free = moves or outcome is Outcome.REFUSED  # the worker is well
         self.suspect = None
         if (handover := attempt.handover) is not None:

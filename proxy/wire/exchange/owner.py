@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from proxy.core.fleet.worker import Worker
 from proxy.core.model.route_table import Route
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
 from proxy.core.request.continued_text import TextSoFar
@@ -37,6 +38,8 @@ class AttemptOwner:
         self.why_not_continued = ""
         self.whole_body = b""  # without the output of another worker
         self.text_so_far: TextSoFar | None = None  # from which another worker goes on
+        # The worker whose journal had the tokens, since when, and their number.
+        self.tokens_source: tuple[Worker, float, int] | None = None
         # A failed hand-over; its link is counted as failed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 

@@ -49,6 +49,7 @@ class WorkerError(StrEnum):
     STATUS = "status"  # a 5xx or 429
     OURS = "ours"  # no local resources
     DRAINED = "drained"  # it failed nothing: its requests go elsewhere
+    LATE_TOKENS = "late_tokens"  # it got too few of a stream that it continues
 
 
 class ResponseReceiver(Protocol):

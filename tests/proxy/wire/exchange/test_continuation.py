@@ -261,6 +261,27 @@ async def test_streams_that_another_worker_repeats(start: Start, case: str) -> N
     assert all("vllm_xargs" not in body for body in engines.asked)
 
 
+async def test_tokens_that_the_journal_has_late_are_sent_again(start: Start) -> None:
+    """Without them, another worker samples other ones."""
+    site, engines = await journaled(start)
+
+    def tokens(_worker: object, request_id: str, _since: float) -> list[int]:
+        return engines.published[request_id][: 2 if len(site.served()) == 1 else None]
+
+    site.fleet.roster.stream_tokens = tokens
+    other = Engines([*WORDS[:2], "anew", *WORDS[3:]])
+    in_turn(site, engines.serve(dies_after=4), other.serve(), engines.serve())
+    engines.check(await site.ask(engines.request()))
+    bodies = *other.asked, engines.asked[1]
+    assert [body["vllm_xargs"]["output_so_far"] for body in bodies] == [[0, 1], [0, 1, 2, 3]]
+    assert sorted(why for _, why in site.metrics.retries) == ["late_tokens", "reset"]
+    assert site.metrics.lost_streams == {}
+    assert sum(site.metrics.continuations.values()) == 1
+    first, second = site.served()[:2]
+    assert site.worker(second.connection.worker.name).breaker.has_no_failures
+    assert first.connection.worker is not second.connection.worker
+
+
 async def test_long_streams_of_unknown_tokens_are_not_repeated(start: Start) -> None:
     site, engines = await journaled(start, engines=Engines(["a"] * (MAX_REPEATED_TOKENS + 2)))
     site.fleet.roster.stream_tokens = lambda *_: None
