@@ -184,7 +184,9 @@ UP = worker_gauge(
     "up", "1 if the worker's probes succeed and the worker lists its configured model."
 )
 BREAKER = worker_gauge(
-    "breaker_open", "1 if the worker gets no requests because requests failed on it."
+    "breaker_open",
+    "1 if the worker gets only trial requests, because requests failed on it or it was busy; 0 "
+    "while breakers are ignored.",
 )
 BREAKER_STATE = gauge(
     "proxy_worker_breaker_state",
