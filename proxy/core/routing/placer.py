@@ -315,7 +315,7 @@ class Placer:
         return hopeless or refusals.no_worker_now(queue_has_room=has_room)
 
     def _note(self, worker: Worker, view: View) -> str:
-        barred = self.links.describe(worker, view.now)
+        barred = self.links.describe(worker, view.now) if worker.up else ""
         return (
             barred
             or candidate_rules.why_excluded(worker, view.info, view.now)
