@@ -172,7 +172,7 @@ PINNED = worker_gauge(
     "held_prompts",
     "This router's prefilled prompts whose KV blocks decode workers have not yet fetched.",
 )
-KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
+KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by a worker that is up.")
 SLOTS = worker_gauge(
     "seats_taken_ratio",
     "Share of the worker's slots (max_num_seqs) in use; 0 if the number of slots is unknown.",
