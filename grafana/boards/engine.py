@@ -75,13 +75,13 @@ KNOBS = (
         "Prompt tokens that a step may compute in addition to its decodes, as set by "
         "`chunk_budget`.",
         "short",
-        (Query(f"{P}chunk_budget_tokens{{{ENGINE}}}", "{{instance}} engine {{engine}}"),),
+        (Query(f"{P}chunk_budget_tokens{{{ENGINE}}}", EACH),),
     ),
     Panel(
         "Step budget",
         "Token limit of the last step, from policies and engine together.",
         "short",
-        (Query(f"{P}step_budget_tokens{{{ENGINE}}}", "{{instance}} engine {{engine}}"),),
+        (Query(f"{P}step_budget_tokens{{{ENGINE}}}", EACH),),
     ),
     Panel(
         "K",
@@ -89,8 +89,8 @@ KNOBS = (
         "value according to its estimates.",
         "short",
         (
-            Query(f"{P}k{{{ENGINE}}}", "{{instance}} engine {{engine}}"),
-            Query(f"{P}k_best{{{ENGINE}}}", "{{instance}} engine {{engine}} best"),
+            Query(f"{P}k{{{ENGINE}}}", EACH),
+            Query(f"{P}k_best{{{ENGINE}}}", f"{EACH} best"),
         ),
     ),
 )
@@ -123,8 +123,8 @@ OWN = (
         "deferred_prefill: time held", "Share of the time in which no request is admitted.",
         "percentunit",
         (
-            Query(grown("held_seconds", "instance"), "{{instance}}"),
-            Query(f"{P}holding{{{ENGINE}}}", "{{instance}} now"),
+            Query(grown("held_seconds", "instance, engine"), EACH),
+            Query(f"{P}holding{{{ENGINE}}}", f"{EACH} now"),
         ),
         most=1,
     ),
@@ -158,24 +158,24 @@ OWN = (
         "prefill_first: paused decodes",
         "Whether decodes pause now, and the rate of steps in which they pause.", "short",
         (
-            Query(f"{P}decodes_paused{{{ENGINE}}}", "{{instance}} now"),
-            Query(grown("paused_steps", "instance"), "{{instance}} steps a second"),
+            Query(f"{P}decodes_paused{{{ENGINE}}}", f"{EACH} now"),
+            Query(grown("paused_steps", "instance, engine"), f"{EACH} steps a second"),
         ),
     ),
     Panel(
         "rotation: prompts in rotation",
         "Prompts in rotation, and the tokens of one turn.", "short",
         (
-            Query(f"{P}prompts_in_rotation{{{ENGINE}}}", "{{instance}} prompts"),
-            Query(f"{P}turn_tokens{{{ENGINE}}}", "{{instance}} tokens"),
+            Query(f"{P}prompts_in_rotation{{{ENGINE}}}", f"{EACH} prompts"),
+            Query(f"{P}turn_tokens{{{ENGINE}}}", f"{EACH} tokens"),
         ),
     ),
     Panel(
         "static_batching: the batch",
         "Members of the batch, and whether it is still forming.", "short",
         (
-            Query(f"{P}batch_members{{{ENGINE}}}", "{{instance}} members"),
-            Query(f"{P}batch_forming{{{ENGINE}}}", "{{instance}} forming"),
+            Query(f"{P}batch_members{{{ENGINE}}}", f"{EACH} members"),
+            Query(f"{P}batch_forming{{{ENGINE}}}", f"{EACH} forming"),
         ),
     ),
 )  # fmt: skip
@@ -259,7 +259,7 @@ ENGINES = (
     ),
     Panel(
         "Uptime", "Time since the engine started.", "s",
-        (Query(f"time() - {P}start_time_seconds{{{ENGINE}}}", "{{instance}} {{engine}}"),),
+        (Query(f"time() - {P}start_time_seconds{{{ENGINE}}}", EACH),),
     ),
 )  # fmt: skip
 

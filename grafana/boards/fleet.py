@@ -30,8 +30,8 @@ CLASSES = (
 )
 
 
-# As in the alert: 501 and 505 are for clients that use unsupported features.
-FAILED = 'status=~"5..",status!~"501|505"'
+# As in the alert: not the errors of clients, of routers that end, and of models not listed yet.
+FAILED = 'status=~"5..",status!~"501|505",reason!~"draining|bad_request|not_known_yet"'
 
 
 def failed() -> str:
@@ -71,7 +71,7 @@ def phases(which: str = "") -> str:
 
 
 def charged(metric: str, by: str = "worker") -> str:
-    return f"sum by ({by}) (proxy_worker_{metric}{{{ROUTER}}})"
+    return f"sum by ({by}) (proxy_worker_{metric}{{{OF_MODEL}}})"
 
 
 def uneven(metric: str) -> str:
@@ -102,10 +102,12 @@ GLANCE = (
     ),
     Panel(
         "Workers up", "Workers whose probes succeed; the maximum over all routers.",
-        "short", (Query(f"max(sum by (instance) (proxy_worker_up{{{ROUTER}}}))"),), "stat", 4, 4,
+        "short", (Query(f"max(sum by (instance) (proxy_worker_up{{{OF_MODEL}}}))"),), "stat", 4, 4,
     ),
     Panel(
-        "Failed", "Share of requests that ended with a 5xx, after retries.", "percentunit",
+        "Failed",
+        "Share of requests that ended with a 5xx, after retries, as the alert RequestsFail counts.",
+        "percentunit",
         (Query(failed()),), "stat", 4, 4, bad_above=0.01,
     ),
 )  # fmt: skip
@@ -161,7 +163,9 @@ PLACED = (
         (Query(rate(REQUESTS, OF_MODEL, "class"), "{{class}}"),), stacked=True, width=12,
     ),
     Panel(
-        "Failed, by class", "Share of a class's requests that ended with a 5xx.", "percentunit",
+        "Failed, by class",
+        "Share of a class's requests that ended with a 5xx, as the alert RequestsFail counts.",
+        "percentunit",
         (
             Query(
                 part(
@@ -336,7 +340,7 @@ WORKERS = (
             Query(
                 ratio(
                     charged("kv_tokens"),
-                    f"max by (worker) (proxy_worker_kv_capacity_tokens{{{ROUTER}}})",
+                    f"max by (worker) (proxy_worker_kv_capacity_tokens{{{OF_MODEL}}})",
                 ),
                 WORKER,
             ),
@@ -371,11 +375,11 @@ WORKERS = (
         "trial request passes); and workers that are drained.", "short",
         (
             Query(
-                f"max by (worker, state) (proxy_worker_breaker_state{{{ROUTER}}})",
+                f"max by (worker, state) (proxy_worker_breaker_state{{{OF_MODEL}}})",
                 "{{worker}} {{state}}",
             ),
             Query(
-                f"max by (worker) (proxy_worker_draining{{{ROUTER}}}) > 0", "{{worker}} draining"
+                f"max by (worker) (proxy_worker_draining{{{OF_MODEL}}}) > 0", "{{worker}} draining"
             ),
         ),
         width=12,
@@ -393,7 +397,7 @@ WORKERS = (
         "Also how often the router began to ignore a model's breakers.", "ops",
         (
             Query(
-                f"max by (worker, why) (rate(proxy_breaker_openings_total{{{ROUTER}}}{WINDOW}))",
+                f"max by (worker, why) (rate(proxy_breaker_openings_total{{{OF_MODEL}}}{WINDOW}))",
                 "{{worker}} {{why}}",
             ),
             Query(
@@ -579,7 +583,7 @@ SELF = (
         "Workers in each pool, and pools that discovery has no data for.", "short",
         (
             Query(f"max by (name) (proxy_discovery_workers{{{ROUTER}}})", "{{name}}"),
-            Query(f"min by (name) (proxy_discovery_up{{{ROUTER}}}) == 0", "{{name}} no data"),
+            Query(f"1 - min by (name) (proxy_discovery_up{{{ROUTER}}}) > 0", "{{name}} no data"),
         ),
     ),
     Panel(
@@ -613,7 +617,7 @@ SELF = (
                 f"max by (worker) (proxy_journal_requests{{{ROUTER}}})", "{{worker}}"
             ),
             Query(
-                f"min by (worker) (proxy_journal_up{{{ROUTER}}}) == 0",
+                f"1 - min by (worker) (proxy_journal_up{{{ROUTER}}}) > 0",
                 "{{worker}} not read",
             ),
         ),

@@ -14,8 +14,8 @@ LEGS = f'{ROUTER},outcome=~"transferred|given_up|.*_failed|client_left_.*"'
 ARRIVED = 'job=~"$job",outcome="transferred"'
 MOVED = "proxy_transfer_bytes_total"
 BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|given_up|.*_failed|client_left_.*"'
-SIDES = f'{ROUTER},role=~"prefill|decode"'
-PREFILL, DECODE = f'{ROUTER},role="prefill"', f'{ROUTER},role="decode"'
+SIDES = f'{OF_MODEL},role=~"prefill|decode"'
+PREFILL, DECODE = f'{OF_MODEL},role="prefill"', f'{OF_MODEL},role="decode"'
 USED = 'job=~"$job",model=~"$model"'  # for recording rules over all routers
 # vLLM's metrics, which have no router label.
 FAILED = "vllm:nixl_num_failed_transfers_total"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 MAX_REQUESTS_PER_TENANT = 64  # at once; all tenants share the store's thread
 RETRY_AFTER_S = 1.0
 DISK_RETRY_AFTER_S = 5.0
+DISK_LOG_S = 60.0
 FILES, BATCHES = OWN["files"], OWN["batches"]
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 UPLOADS = "/v1/files"
@@ -76,6 +78,15 @@ class BatchApi:
         self.settings = settings
         self.wall = wall
         self.in_progress: Counter[str] = Counter()  # requests by tenant
+        self._logged_disk_error = "", -math.inf  # the text and the time
+
+    def log_disk_error(self, error: DiskError) -> None:
+        """Log an error, the same at most once in `DISK_LOG_S`: clients repeat their requests."""
+        text, now = str(error), self.wire.clock()
+        logged, logged_at = self._logged_disk_error
+        if text != logged or now - logged_at >= DISK_LOG_S:
+            self._logged_disk_error = text, now
+            logger.error("batches: refused: %s", text)
 
     def find(self, head: RequestHead) -> Route | Refusal | None:
         """Return the route of a request, a refusal, or None for other paths."""
@@ -200,7 +211,7 @@ class BatchApiRequest:
             status, code = (429, "rate_limit_exceeded") if error.later else (413, "storage_limit")
             self._refuse(RefusedRequestError(status, str(error), code=code).refusal)
         except DiskError as error:
-            logger.error("batches: refused: %s", error)
+            self._api.log_disk_error(error)
             self._refuse(_disk_refusal(error))
         except Exception:
             logger.exception("batches: %s %s", self._request.head.method, self._request.head.path)

@@ -1,7 +1,7 @@
 """Logs when a worker's breaker opens and closes, and when a pool's breakers are ignored.
 
-Failed trials are not logged, so a worker that keeps failing is one line. Each worker has at most
-one line in `QUIET_S`. Of several router processes, only the leader logs.
+A failed trial is logged only for a new cause, so a worker that keeps failing is one line. Each
+worker has at most one line in `QUIET_S`. Of several router processes, only the leader logs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,26 @@ class BreakerLog:
 
     def __init__(self) -> None:
         self._logged_at: dict[Worker, float] = {}  # within QUIET_S
-        self._open: set[Worker] = set()  # logged as open
+        self._causes: dict[Worker, set[str]] = {}  # logged, of open breakers
         self._panics_at: dict[PoolKey, float] = {}  # last log line by pool
         self._panics: set[PoolKey] = set()  # logged panics
 
     def breaker_opened(self, worker: Worker, now: float) -> None:
+        self._log_failure(worker, now)
+
+    def breaker_stayed_open(self, worker: Worker, now: float) -> None:
+        """Log a new cause, for example of a worker that restarted and fails in another way."""
+        if worker.breaker.why not in self._causes.get(worker, ()):
+            self._log_failure(worker, now)
+
+    def _log_failure(self, worker: Worker, now: float) -> None:
         for_s, logged_at = worker.breaker.until - now, self._logged_at
         for other in [worker for worker, at in logged_at.items() if now - at >= QUIET_S]:
             del logged_at[other]
         if for_s <= 0.0 or worker in logged_at:
             return
         logged_at[worker] = now
-        self._open.add(worker)
+        self._causes.setdefault(worker, set()).add(worker.breaker.why)
         logger.log(
             logging.INFO if worker.breaker.busy else logging.WARNING,
             "worker %s gets no requests for %s s: %s",
@@ -51,8 +59,7 @@ class BreakerLog:
         )
 
     def breaker_closed(self, worker: Worker) -> None:
-        if worker in self._open:
-            self._open.discard(worker)
+        if self._causes.pop(worker, None) is not None:
             logger.info("worker %s responds, and gets requests again", worker.name)
 
     def panic_started(self, key: PoolKey, live: int, failed: int, now: float) -> None:
@@ -82,7 +89,7 @@ class BreakerLog:
 
     def worker_removed(self, worker: Worker) -> None:
         self._logged_at.pop(worker, None)
-        self._open.discard(worker)
+        self._causes.pop(worker, None)
 
 
 def _pool(key: PoolKey) -> str:

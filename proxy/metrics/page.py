@@ -170,7 +170,7 @@ PINNED = worker_gauge(
     "held_prompts",
     "This router's prefilled prompts whose KV blocks decode workers have not yet fetched.",
 )
-KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by the worker.")
+KV_USAGE = worker_gauge("kv_usage_ratio", "KV cache usage, as reported by a worker that is up.")
 SLOTS = worker_gauge(
     "seats_taken_ratio",
     "Share of the worker's slots (max_num_seqs) in use; 0 if the number of slots is unknown.",
@@ -182,7 +182,9 @@ UP = worker_gauge(
     "up", "1 if the worker's probes succeed and the worker lists its configured model."
 )
 BREAKER = worker_gauge(
-    "breaker_open", "1 if the worker gets no requests because requests failed on it."
+    "breaker_open",
+    "1 if the worker gets only trial requests, because requests failed on it or it was busy; 0 "
+    "while breakers are ignored.",
 )
 BREAKER_STATE = gauge(
     "proxy_worker_breaker_state",

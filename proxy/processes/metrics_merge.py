@@ -19,7 +19,6 @@ SUMMED_GAUGES = frozenset(
     [
         "proxy_batch_lines_in_flight",
         "proxy_batches",
-        "proxy_batches_paused",
         "proxy_client_connections",
         "proxy_processes",
         "proxy_queue_bytes",
@@ -38,6 +37,8 @@ SUMMED_GAUGES = frozenset(
         "process_virtual_memory_bytes",
     ]
 )
+# 1 if it is 1 in any process.
+ANY_PROCESS = frozenset(["proxy_batches_paused"])
 # The value is in a label, where processes may differ for a moment.
 LEADER_ONLY = frozenset(["proxy_worker_breaker_state"])
 # Counters that are the same in every process: workers report them or processes share them.
@@ -93,6 +94,8 @@ def add_up(pages: Iterable[Page]) -> Page:
             for series, value in family.series.items():
                 if series not in merged.series:
                     merged.series[series] = value
+                elif name in ANY_PROCESS:
+                    merged.series[series] = max(merged.series[series], value)
                 elif adds and name not in EQUAL_COUNTERS:
                     merged.series[series] += value
     return total

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from grafana import build, declared, reference, rules
+from grafana.boards.fleet import FAILED
 from grafana.build import BOARDS
 from grafana.panels import Board, Panel, Query, Row, metrics, series
 from proxy.metrics.histogram import DURATION_BOUNDS, GAP_BOUNDS, LEFT_BOUNDS, TTFT_BOUNDS
@@ -131,6 +132,52 @@ def test_variables_are_used_and_declared(board: Board) -> None:
     text = json.dumps(read_board(board))
     used = set(re.findall(r"\$\{?([a-z_]+)", text)) - {"__rate_interval", "__all"}
     assert used == names
+
+
+SELECTED = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
+LABELS = {
+    name: family.labels
+    for family in (*declared.router_families(), *declared.engine_families())
+    for name in declared.names(family.name, family.kind)
+}
+
+
+@each_board
+def test_model_variable_selects_every_series_with_a_model(board: Board) -> None:
+    for title, expr in board.expressions():
+        for name, selector in SELECTED.findall(expr):
+            if {"model", "model_name"} & {*LABELS.get(name, ())}:
+                assert 'model_name=~"$model"' in selector or 'model=~"$model"' in selector, title
+
+
+@each_board
+def test_series_of_one_panel_have_distinct_legends(board: Board) -> None:
+    """An instance may have several engines (data parallelism)."""
+    for panel in board.panels():
+        for query in panel.queries:
+            labels = re.findall(r"{{(\w+)}}", query.legend)
+            if grouped := re.match(r"\W*(?:sum|max|min|avg) by \(([^)]*)\)", query.expr):
+                if panel.kind != "table":
+                    assert sorted(labels) == sorted(grouped[1].split(", ")), panel.title
+            elif query.expr.removeprefix("time() - ").startswith("vllm_sched_"):
+                assert labels == ["instance", "engine"], panel.title
+
+
+def test_time_held_is_a_share_of_each_engine() -> None:
+    """A sum over engines exceeds 100 %."""
+    [held] = [expr for board in BOARDS for _, expr in board.expressions() if "held_seconds" in expr]
+    assert held.startswith("sum by (instance, engine) ")
+
+
+def test_no_line_at_zero_means_a_fault() -> None:
+    """A legend such as `w0 not read` with the value 0 would say the opposite."""
+    for board in BOARDS:
+        for title, expr in board.expressions():
+            assert not re.search(r"== 0\b", expr), title
+
+
+def test_board_counts_failures_as_the_alert() -> None:
+    assert f"proxy_requests_total{{{FAILED}}}" in RECORDED["model:proxy_failed:ratio_rate5m"]
 
 
 def test_targets_are_histogram_bounds() -> None:

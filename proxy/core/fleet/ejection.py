@@ -24,6 +24,8 @@ PoolKey = tuple[str, bool]  # model, prefill pool
 class BreakerListener(Protocol):
     def breaker_opened(self, worker: Worker, now: float) -> None: ...
 
+    def breaker_stayed_open(self, worker: Worker, now: float) -> None: ...
+
     def breaker_closed(self, worker: Worker) -> None: ...
 
     def worker_removed(self, worker: Worker) -> None: ...
@@ -76,8 +78,11 @@ class Ejections:
         if is_ejected:
             ejected.add(worker)
             worker.in_panic = key in self.panics
-            if listener is not None and not was_ejected:
-                listener.breaker_opened(worker, now)
+            if listener is not None:
+                if was_ejected:
+                    listener.breaker_stayed_open(worker, now)
+                else:
+                    listener.breaker_opened(worker, now)
         else:
             ejected.discard(worker)
             worker.in_panic = False

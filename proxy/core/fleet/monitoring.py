@@ -52,6 +52,7 @@ class WorkerHealth:
         if not worker.up or worker.failed_probes < self.down_after:
             return False
         worker.up = False
+        self.forget_gauges(worker)  # a dead worker's last page says nothing
         self.roster.live_changed()
         return True
 

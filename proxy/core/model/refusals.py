@@ -238,6 +238,21 @@ def limited_for_now(exceeded: LimitExceeded, retry_after_s: float) -> Refusal:
     )
 
 
+def no_worker_now(*, queue_has_room: bool) -> Refusal:
+    """Return the outcome of a request that no worker takes now, for `explain`."""
+    if queue_has_room:
+        message = (
+            "The request would wait: every worker that can hold it is full, reserved for long "
+            "requests, or not probed yet."
+        )
+        return Refusal(429, Reason.FLEET_FULL, message)
+    message = (
+        "No worker takes the request now, and the queue is full: the request would be refused, or "
+        "evict a queued request of a tenant with a larger share."
+    )
+    return Refusal(429, Reason.QUEUE_FULL, message)
+
+
 def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
     message = (
         f"The first token would take about {plain_seconds(wait_s)} s; the limit is {target_s:g} s. "

@@ -203,11 +203,11 @@ def _can_serve(worker: Worker, info: RequestInfo, attempts: Attempts) -> bool:
 def why_excluded(worker: Worker, info: RequestInfo, now: float) -> str:
     breaker = worker.breaker
     reasons = (
-        (not worker.role.can_serve, "prefills only"),
         (worker.draining, "draining"),
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.probe_error}" if worker.probe_error else "down"),
         (not worker.may_send(now), "busy" if breaker.busy else "failed recently"),
+        (not worker.role.can_serve, "prefills only"),
         (not worker.may_fit(info), f"too small: holds {worker.context_limit} tokens"),
         (not worker.surely_fits(info), f"may be too small: holds {worker.context_limit} tokens"),
         (worker.is_full, "full"),

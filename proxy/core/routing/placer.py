@@ -13,6 +13,7 @@ from proxy.core.fleet.worker import Worker
 from proxy.core.learned.traffic import Traffic
 from proxy.core.learned.transfer_time import TransferTimes
 from proxy.core.lifecycle.retries import RetryBudget
+from proxy.core.model import refusals
 from proxy.core.model.settings import RouterSettings
 from proxy.core.model.specs import Score
 from proxy.core.model.types import Reason, Refusal, RequestInfo
@@ -309,15 +310,11 @@ class Placer:
                 f"after {wait.until - view.now:.1f} s.",
             )
         hopeless = candidate_rules.why_hopeless(self.roster, view.info, view.now, FIRST_ATTEMPT)
-        return hopeless or Refusal(
-            429,
-            Reason.FLEET_FULL,
-            "The request would wait: every worker that can hold it is full, reserved for long "
-            "requests, or not probed yet.",
-        )
+        has_room = self.queue.has_room(amounts_of(view.info))
+        return hopeless or refusals.no_worker_now(queue_has_room=has_room)
 
     def _note(self, worker: Worker, view: View) -> str:
-        barred = self.links.describe(worker, view.now)
+        barred = self.links.describe(worker, view.now) if worker.up else ""
         return (
             barred
             or candidate_rules.why_excluded(worker, view.info, view.now)

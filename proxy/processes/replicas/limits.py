@@ -407,7 +407,7 @@ class SharedLimiter:
 
     def _note_down(self, error: Exception) -> None:
         if self.is_up:
-            reason = f"{type(error).__name__}: {error}"
+            reason = redis_server.describe(error)
             if isinstance(error, TimeoutError):
                 reason = f"the server did not answer within {self._settings.timeout_s:g} s"
             logger.error(

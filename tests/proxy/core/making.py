@@ -74,6 +74,9 @@ class BreakerRecorder:
     def breaker_opened(self, worker: Worker, now: float) -> None:
         self.events.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
 
+    def breaker_stayed_open(self, worker: Worker, now: float) -> None:
+        """Ignore the event."""
+
     def breaker_closed(self, worker: Worker) -> None:
         self.events.append(("is back", worker.name))
 

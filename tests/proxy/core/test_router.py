@@ -37,6 +37,21 @@ from tests.proxy.core.making import (
 # Refusals
 
 
+def test_explain_tells_a_request_that_would_wait_from_a_full_queue() -> None:
+    router = router_of(spec("a", most=1), queue_requests=1)
+    assert isinstance(router.submit(make_info(), 0.0), Lease)
+    waiting = router.placer.explain(make_info(), 0.0)
+    assert waits(router.submit(make_info(), 0.0))
+    full = router.placer.explain(make_info(), 0.0)
+    for outcome, reason, text in (
+        (waiting, Reason.FLEET_FULL, "The request would wait: "),
+        (full, Reason.QUEUE_FULL, "No worker takes the request now, and the queue is full: "),
+    ):
+        assert isinstance(outcome, Refusal)
+        assert (outcome.status, outcome.reason) == (429, reason)
+        assert outcome.message.startswith(text)
+
+
 def learn_prose(router: Router, count: int = 300) -> None:
     """Serve uniform texts, so that the error of the bytes per token is small."""
     for n in range(count):

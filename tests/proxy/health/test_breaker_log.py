@@ -42,6 +42,24 @@ def test_opening_and_closing_are_logged_once(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+def test_failed_trial_is_logged_for_a_new_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker dies, restarts, and then answers every request with 500."""
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet.roster
+    fleet.roster.ejections.listener = BreakerLog()
+    with caplog.at_level(logging.INFO):
+        now = 0.0
+        for why in ("reset",) * 3 + ("500",) * 20 + ("reset",) * 5:
+            fleet.health.record_failure(worker, now, why=why)
+            now = max(worker.breaker.until, now)
+            worker.breaker.record_sent(now)
+        fleet.health.record_success(worker)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].endswith(f": {TROUBLES['reset']}")
+    assert messages[1].endswith(": it returned 500")
+    assert messages[2:] == ["worker a responds, and gets requests again"]
+
+
 def test_often_busy_worker_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     busy_worker, other = fleet.roster
@@ -102,9 +120,9 @@ def test_removed_worker_is_forgotten() -> None:
     [worker] = fleet.roster
     fleet.roster.ejections.listener = log = BreakerLog()
     fleet.health.record_failure(worker, 0.0, 20.0)
-    assert worker in log._open
+    assert worker in log._causes
     fleet.roster.remove("a")
-    assert not log._open
+    assert not log._causes
     assert not log._logged_at
 
 

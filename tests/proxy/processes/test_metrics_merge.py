@@ -7,6 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from grafana.declared import router_families
+from proxy.metrics.batch_counts import PAUSED
 from proxy.metrics.exposition import OPENMETRICS, TEXT, Family, MetricsPage
 from proxy.metrics.histogram import Histogram
 from proxy.metrics.registry import Metrics
@@ -16,7 +17,7 @@ from tests.proxy.metrics.finished import finished
 from tests.proxy.metrics.scraped import scraped, written
 
 # Gauges that are equal in all processes; the leader's value is shown. A new gauge belongs here or
-# in `SUMMED_GAUGES`.
+# in `SUMMED_GAUGES` or `ANY_PROCESS`.
 EQUAL = {
     "proxy_build_info",
     "proxy_bytes_per_token",
@@ -64,6 +65,17 @@ def sums(*texts: str) -> dict[str, float]:
         for family in read_text(text)
         for sample in family.samples
     }
+
+
+@pytest.mark.parametrize("paused", [(1, 1), (0, 1), (1, 0), (0, 0)])
+def test_batches_are_paused_if_any_process_pauses_them(paused: tuple[int, int]) -> None:
+    """With a database, each process sends lines."""
+    pages = []
+    for value in paused:
+        metrics_page = MetricsPage(openmetrics=False)
+        metrics_page.values(PAUSED, [((), value)])
+        pages.append(written(metrics_page))
+    assert sums(*pages)["proxy_batches_paused"] == max(paused)
 
 
 def test_counters_histograms_and_some_gauges_add_up() -> None:
@@ -134,6 +146,7 @@ def test_every_gauge_has_a_rule_for_its_sum() -> None:
     gauges = {family.name for family in router_families() if family.kind == "gauge"}
     assert len(gauges) > 15
     of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
-    assert gauges - of_workers - metrics_merge.SUMMED_GAUGES - EQUAL == set(), (
-        "add it to SUMMED_GAUGES in proxy/processes/metrics_merge.py, or to EQUAL here"
+    known = of_workers | metrics_merge.SUMMED_GAUGES | metrics_merge.ANY_PROCESS | EQUAL
+    assert gauges - known == set(), (
+        "add it to SUMMED_GAUGES or ANY_PROCESS in proxy/processes/metrics_merge.py, or to EQUAL here"
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from proxy.batches.api import DISK_LOG_S
 from proxy.batches.storage import disk
 from proxy.batches.storage import sqlite as sqlite_module
 from proxy.batches.storage.lock import FolderLock
@@ -141,6 +142,7 @@ async def test_failed_writes_return_openai_errors_and_are_logged(
         ):
             for word in ("BEGIN", "COMMIT", "INSERT", "UPDATE", "DELETE"):
                 caplog.clear()
+                site.skip(DISK_LOG_S)
                 with failing_disk.fail(sqlite_error(code, message), word):
                     answer = await site.ask(data)
                 if answer.status == 200:  # the request has no such statement
@@ -156,6 +158,21 @@ async def test_failed_writes_return_openai_errors_and_are_logged(
                     assert part in record.getMessage()
     assert (await site.ask(get("/v1/files"))).status == 200
     assert not [record for record in warnings_of(caplog) if record.exc_info]
+
+
+async def test_repeated_request_on_a_full_disk_is_logged_once_a_minute(
+    failing_disk: FailingDisk, failing_harness: BatchHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = failing_harness.site
+
+    async def refuse() -> int:
+        assert (await site.ask(form(content=b"{}"))).status == 507
+        return sum("refused" in record.getMessage() for record in warnings_of(caplog))
+
+    with failing_disk.fail(sqlite_error(*FULL), "BEGIN"):
+        assert [await refuse() for _ in range(3)] == [1] * 3
+        site.skip(DISK_LOG_S)
+        assert await refuse() == 2
 
 
 async def test_failed_reads_return_the_same_errors(

@@ -240,6 +240,19 @@ def test_foreign_prefill_backlog_adds_to_the_wait() -> None:
     assert worker.wait_s(0.0, for_long=True) == 0
 
 
+def test_page_of_a_worker_that_is_down_is_dropped() -> None:
+    """Its last page would show the cache of a dead process as full."""
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    for second in (1.0, 2.0):
+        fleet.health.set_gauges("a", Gauges(second, 6, 2, 0.95, 8000))
+    fleet.health.probe_failed("a")
+    assert worker.gauges is not None  # one late probe
+    take_down(fleet, "a")
+    assert worker.gauges is None
+    assert (worker.foreign_requests, worker.queued, worker.kv_capacity) == (0, 0, 8000)
+
+
 def test_page_values_expire_without_new_pages() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]

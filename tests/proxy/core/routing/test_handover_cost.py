@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.fleet.kv_links import FAILURES_TO_BAR
 from proxy.core.fleet.leases import Attempts, Decision, Lease
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.role import Role
@@ -437,6 +438,18 @@ def test_explain_names_both_workers_and_charges_none(rule: str) -> None:
     if rule == "adaptive":
         assert by["d0"] == "p0"
     assert idle(router.fleet.roster)
+
+
+def test_explain_says_that_a_prefill_worker_is_down() -> None:
+    """Its links and its role are not the reason."""
+    router = make_router(disaggregate_above=100)
+    prefill, decode = worker_of(router, "p0"), worker_of(router, "d0")
+    for _ in range(FAILURES_TO_BAR):
+        router.placer.links.record_failure(prefill, decode, 0.0)
+    assert explained(router, make_info(1000))[1]["p0"].startswith("prefills nothing for d0")
+    for _ in range(router.fleet.health.down_after):
+        router.fleet.health.probe_failed("p0", "refused")
+    assert explained(router, make_info(1000))[1]["p0"] == "down: refused"
 
 
 # In time

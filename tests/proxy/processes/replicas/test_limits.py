@@ -179,7 +179,7 @@ async def test_tokens_of_a_response_are_charged_at_its_end(
 
 
 async def test_advance_is_given_up_without_the_server(
-    stack: AsyncExitStack, own_redis: RedisServer
+    stack: AsyncExitStack, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     [process] = await processes_of(stack, own_redis, per_minute(MANY), 1)
     await process.send_at_once(40)
@@ -190,6 +190,8 @@ async def test_advance_is_given_up_without_the_server(
     left, _ = process.ledger.remaining(process.limiter.clock())
     assert left is not None
     assert left[1] >= MANY - 41
+    [record] = [r for r in caplog.records if "this router enforces 1/1" in r.getMessage()]
+    assert "Error:" not in record.getMessage()  # the class of the exception
 
 
 async def restart(redis: RedisServer, processes: list[Process]) -> None:
