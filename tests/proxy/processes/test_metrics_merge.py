@@ -148,5 +148,5 @@ def test_every_gauge_has_a_rule_for_its_sum() -> None:
     of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
     known = of_workers | metrics_merge.SUMMED_GAUGES | metrics_merge.ANY_PROCESS | EQUAL
     assert gauges - known == set(), (
-        "add it to SUMMED_GAUGES or ANY_PROCESS in proxy/processes/metrics_merge.py, or to EQUAL here"
+        "add it to SUMMED_GAUGES or ANY_PROCESS of proxy/processes/metrics_merge.py, or to EQUAL"
     )
