@@ -161,7 +161,7 @@ class Router:
         *,
         free: bool = False,
     ) -> Lease | Ticket | Refusal:
-        """Submit a request whose leg has failed.
+        """Submit a request after a failed leg.
 
         Requests that fail with one worker need no retry budget. `free`: only a prefill was lost. A
         dead prefill worker may have had many requests, so such a retry needs no budget either.

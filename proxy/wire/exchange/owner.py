@@ -38,7 +38,7 @@ class AttemptOwner:
         self.why_not_continued = ""
         self.whole_body = b""  # without the output of another worker
         self.text_so_far: TextSoFar | None = None  # from which another worker goes on
-        # The worker whose journal had the tokens, since when, and their number.
+        # The worker with the journal of these tokens, since when, and their number.
         self.tokens_source: tuple[Worker, float, int] | None = None
         # A failed hand-over; its link is counted as failed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
