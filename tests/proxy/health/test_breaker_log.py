@@ -15,6 +15,7 @@ WITHOUT_TEXT = {
     WorkerError.STATUS,
     WorkerError.OURS,
     WorkerError.DRAINED,
+    WorkerError.LATE_TOKENS,
 }  # a status is shown as it is; the others are no worker's failure
 
 
