@@ -33,7 +33,8 @@ REQUESTS = counter(
 )
 RETRIES = counter(
     "proxy_retries",
-    "Requests that left a worker for another because it failed, or was drained.",
+    "Requests that left a worker for another because it failed, was drained, or had continued a "
+    "stream without its last tokens (late_tokens).",
     ("worker", "why"),
 )
 CONTINUED = counter(
