@@ -74,7 +74,7 @@ BATCH_WRITES = 15_000  # tokens: long enough to be scraped
 # Queries that have data only after faults, by parts of their text.
 FAULTS = {
     "sum by (outcome) (rate(proxy_handovers_total{$,outcome!~": "blocks that nobody fetched",
-    "min by (name) (proxy_discovery_up{$}) == 0": "pools of which nothing is told",
+    "1 - min by (name) (proxy_discovery_up{$}) > 0": "pools of which nothing is told",
     "sum by (prefill, decode) (rate(proxy_handover_bars_total{$}[20s]))": "links that failed",
     'absent(up{job=~"(.*/)?router"})': "that no router is there",
 }
