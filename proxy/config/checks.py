@@ -159,7 +159,8 @@ def check_launches(draft: PartialConfig) -> Iterator[Problem]:
 
 def check_short_limit(draft: PartialConfig) -> Iterator[Problem]:
     """Check that `short_limit` fits the context lengths of short and long workers."""
-    if not draft.all_have_valid("role", "model"):
+    is_valid = draft.has_valid(("routing",), "short_limit")
+    if not (is_valid and draft.all_have_valid("role", "model")):
         return
     limit = draft.config.routing.short_limit
     workers, model_of = draft.all_workers, draft.config.model_of

@@ -49,10 +49,12 @@ class WorkerHealth:
         worker.failed_probes += 1
         worker.probed = True
         worker.probe_error = why
-        if not worker.up or worker.failed_probes < self.down_after:
+        if worker.up and worker.failed_probes < self.down_after:
+            return False
+        self.forget_gauges(worker)  # a dead worker's last page says nothing
+        if not worker.up:
             return False
         worker.up = False
-        self.forget_gauges(worker)  # a dead worker's last page says nothing
         self.roster.live_changed()
         return True
 

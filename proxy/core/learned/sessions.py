@@ -22,8 +22,8 @@ from proxy.core.learned.prefix_index import ENDS
 MAX_SESSIONS = 65_536
 MAX_IDLE_S = 3600.0
 MAX_VISITS = 4  # workers per session
-# What an index may miss of a prompt's end: a block, which is longer in long prompts.
-SHORT_PROMPT_TOKENS, SHORT_BLOCK_TOKENS, BLOCK_TOKENS = 16_384, 512, 1536
+# Of a prompt's end, which a client may change later, such as a mark for caches.
+SHORT_PROMPT_BYTES, SHORT_END_BYTES, END_BYTES = 65_536, 2048, 6144
 
 
 class Turn:
@@ -46,21 +46,21 @@ class Visit:
     since: float  # start of the worker
     tokens: int  # of the prompt and the response
     written: int  # by the worker until then
-    prompt_tokens: int = 0
+    # Number and hash of the prompt's blocks before its end.
+    depth: int = 0
+    mark: int = 0
 
     def cached_tokens(self, capacity: int, written: int) -> int:
         if not capacity:
             return self.tokens
         return max(min(self.tokens, capacity - (written - self.written)), 0)
 
-    def is_left_before_its_end(self, common_tokens: int) -> bool:
-        """Return whether a prompt with these tokens in common is of another conversation.
+    def may_go_on(self, hashes: tuple[int, ...]) -> bool:
+        """Return whether a prompt has all of this turn's prompt but its end.
 
-        Those with one id, such as an application's `prompt_cache_key`, only begin alike.
+        Conversations with one id, such as an application's `prompt_cache_key`, only begin alike.
         """
-        tokens = self.prompt_tokens
-        missed = SHORT_BLOCK_TOKENS if tokens <= SHORT_PROMPT_TOKENS else BLOCK_TOKENS
-        return 0 < common_tokens < tokens - missed
+        return _may_have(hashes, self.depth, self.mark)
 
 
 class Session:
@@ -118,6 +118,12 @@ def _mark(hashes: tuple[int, ...], prompt_bytes: int) -> tuple[int, int]:
     """Return the number of blocks in the first bytes, and their hash."""
     depth = min(bisect_right(ENDS, prompt_bytes), len(hashes)) or 1
     return depth, hashes[depth - 1]
+
+
+def end_mark(hashes: tuple[int, ...], prompt_bytes: int) -> tuple[int, int]:
+    """Return the number and the hash of the blocks before a prompt's end; zeros if it has none."""
+    end_bytes = SHORT_END_BYTES if prompt_bytes <= SHORT_PROMPT_BYTES else END_BYTES
+    return _mark(hashes, prompt_bytes - end_bytes) if hashes else (0, 0)
 
 
 class Sessions:

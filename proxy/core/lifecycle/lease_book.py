@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from proxy.core.fleet.leases import Lease
 from proxy.core.fleet.worker import Worker
-from proxy.core.learned.sessions import Session, Turn, Visit
+from proxy.core.learned.sessions import Session, Turn, Visit, end_mark
 from proxy.core.lifecycle import billing, feedback
 from proxy.core.model.types import Outcome, RequestInfo, Usage
 from proxy.core.queue import fairness
@@ -171,10 +171,11 @@ class LeaseBook:
         info, worker = lease.info, lease.worker
         if not self._roster.contains(worker):
             return
-        prompt, tokens = info.prompt_tokens, info.prompt_tokens + lease.seen_tokens
+        tokens = info.prompt_tokens + lease.seen_tokens
         if usage is not None:
-            prompt, tokens = usage.prompt_tokens, usage.prompt_tokens + usage.completion_tokens
-        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written, prompt)
+            tokens = usage.prompt_tokens + usage.completion_tokens
+        depth, mark = end_mark(info.prefix, info.prefix_bytes)
+        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written, depth, mark)
         sessions = self._roster.sessions
         sessions.record_turn(session, info.prefix, info.prefix_bytes, visit)
         sessions.count(info.model, lease.decision.turn)

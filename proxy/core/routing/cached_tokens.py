@@ -46,7 +46,7 @@ def with_visits(
             continue
         tokens = visit.cached_tokens(worker.kv_capacity, worker.total_written)
         common_tokens = worker.cached_tokens(prefixes)
-        if visit.is_left_before_its_end(common_tokens):
+        if common_tokens and not visit.may_go_on(info.prefix):
             tokens = min(tokens, common_tokens)
         visited |= worker.bit
         left.append((min(tokens, info.prompt_tokens), worker.bit))

@@ -17,10 +17,10 @@ from proxy.core.learned.sessions import Session, Visit
 from proxy.processes.shared.load import SharedLoad
 from proxy.processes.shared.process_sheet import LENGTH_BITS, LENGTH_MASK, LIFE, ProcessSheet
 
-# Then key, the prompt's tokens with those of prompt and response, depths and marks, 1 if it is the
-# only visit, the key before.
+# Then key, tokens, depths and marks of the session and of the visit, 1 if it is the only visit, the
+# key before.
 TURN = 0
-TURN_WORDS, TOKEN_BITS = 9, 32
+TURN_WORDS = 11
 MAX_UNREAD = 32_768  # prompts of other processes
 MAX_UNREAD_HASHES = 1_048_576
 
@@ -77,14 +77,13 @@ class SharedPrefixes:
         worker = self._fleet.roster.by_index.get(visit.worker)
         if worker is not None and self._shared_load.marks.mark_of(worker):
             sole = len(session.visits) == 1
-            marks = session.depth, session.mark, *session.tail
-            tokens = visit.prompt_tokens << TOKEN_BITS | visit.tokens
-            entry = (TURN, session.key, tokens, *marks, int(sole), session.known_as)
+            marks = session.depth, session.mark, *session.tail, visit.depth, visit.mark
+            entry = (TURN, session.key, visit.tokens, *marks, int(sole), session.known_as)
             session.known_as = session.key
             self._add(worker, entry)
 
     def _apply_turn(self, entry: tuple[int, ...], worker: Worker, now: float) -> None:
-        _, key, tokens, depth, mark, tail_depth, tail_mark, sole, known_as = entry
+        _, key, tokens, depth, mark, tail_depth, tail_mark, end_depth, end, sole, known_as = entry
         sessions = self._fleet.roster.sessions
         session = sessions.get_or_create(known_as, now)
         sessions.rename(session, key)
@@ -92,9 +91,8 @@ class SharedPrefixes:
         if sole:
             session.visits = []
         session.depth, session.mark, session.tail = depth, mark, (tail_depth, tail_mark)
-        prompt, tokens = tokens >> TOKEN_BITS, tokens & (1 << TOKEN_BITS) - 1
-        visit = Visit(worker.index, worker.up_since, tokens, worker.total_written, prompt)
-        session.add_visit(visit)
+        since, written = worker.up_since, worker.total_written
+        session.add_visit(Visit(worker.index, since, tokens, written, end_depth, end))
 
     def publish(self) -> None:
         """Log the prefixes that were sent in this turn."""

@@ -290,7 +290,7 @@ def remove_repeated(
     try:
         new = rest.feed(body)
     except TextDiffersError:
-        if continue_with_late_tokens(exchange, now):
+        if lease is not None and continue_with_late_tokens(exchange, lease, now):
             return None
         record_not_continued(exchange, now, Obstacle(DIFFERS), exchange.failed_worker)
         return DIFFERENT
@@ -318,7 +318,7 @@ def remove_repeated(
     return new
 
 
-def continue_with_late_tokens(exchange: AttemptOwner, now: float) -> bool:
+def continue_with_late_tokens(exchange: AttemptOwner, lease: Lease, now: float) -> bool:
     """Continue from the tokens that the journal has had since, if there are any.
 
     A busy engine's journal is later than its response, and another worker samples other tokens.
@@ -331,5 +331,6 @@ def continue_with_late_tokens(exchange: AttemptOwner, now: float) -> bool:
     tokens = tokens_of(worker, exchange.request.id.decode("latin-1"), since)
     if tokens is None or len(tokens) <= count:
         return False
+    lease.attempts = continuing_attempts(exchange, lease.attempts, needs_journal=True)
     exchange.request.body = with_output(exchange.whole_body, tokens)
     return exchange.try_another(now, Outcome.MOOT, WorkerError.LATE_TOKENS) is None

@@ -184,6 +184,16 @@ def test_policies_that_the_worker_would_refuse_are_refused(
         assert error in line
 
 
+def test_policies_are_compared_with_the_context_of_the_engine(
+    fleet_file: FleetFile, program: Program
+) -> None:
+    """The router may be told of less."""
+    policies = {"long_prompt": {"long_prefill_token_threshold": 5000}}
+    made = with_launch(policies=policies, args=["--max-model-len", "8192"])
+    [worker] = made["workers"]
+    program("check", fleet_file(**made | {"workers": [worker | {"max_model_len": 4096}]}))
+
+
 def test_check_names_every_mistake_in_one_run(
     fleet_file: FleetFile, program: Program, tmp_path: Path
 ) -> None:

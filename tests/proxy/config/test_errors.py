@@ -267,6 +267,8 @@ def test_invalid_worker_block_causes_no_further_errors(wrong: str) -> None:
             "router.queue.max_byts",
         ),
         ({"routing": {"short_limits": 100}}, "routing.short_limits"),
+        ({"routing": 100}, "routing"),
+        ({"router": 100}, "router"),
         ({"worker_tls": {"cert_file": "c", "keyfile": "k"}}, "worker_tls.keyfile"),
     ],
 )

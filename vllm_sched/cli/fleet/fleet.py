@@ -72,7 +72,8 @@ def _policy_errors(worker: WorkerConfig) -> Iterator[str]:
     """Yield what is wrong with each policy, and then with all of them on this worker."""
     if (launch := worker.launch) is None:
         return
-    facts = stated_facts(with_config_file(launch.args), worker.stated_max_model_len)
+    context = worker.flag_max_model_len or worker.max_model_len  # as vLLM gets it
+    facts = stated_facts(with_config_file(launch.args), context)
     checks: list[Callable[[], object]] = [
         *(partial(registry.settings_of, *policy) for policy in launch.policies.items()),
         partial(registry.build, launch.policies, facts),

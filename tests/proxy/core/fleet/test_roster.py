@@ -253,6 +253,17 @@ def test_page_of_a_worker_that_is_down_is_dropped() -> None:
     assert (worker.foreign_requests, worker.queued, worker.kv_capacity) == (0, 0, 8000)
 
 
+def test_page_of_a_single_good_probe_is_dropped() -> None:
+    """A worker that is down needs several; the next may fail."""
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    take_down(fleet, "a")
+    fleet.health.set_gauges("a", Gauges(9.0, 6, 2, 0.95, 8000))
+    assert not fleet.health.probe_ok("a", 9.0)
+    assert not fleet.health.probe_failed("a")
+    assert (worker.up, worker.gauges) == (False, None)
+
+
 def test_page_values_expire_without_new_pages() -> None:
     fleet = fleet_of(spec("a"))
     worker = members(fleet)[0]

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import tracemalloc
+from bisect import bisect_right
 
 import pytest
 
-from proxy.core.learned.prefix_index import COVERED
-from proxy.core.learned.sessions import MAX_IDLE_S, MAX_VISITS, Session, Sessions, Visit
+from proxy.core.learned.prefix_index import COVERED, ENDS
+from proxy.core.learned.sessions import (
+    END_BYTES,
+    MAX_IDLE_S,
+    MAX_VISITS,
+    SHORT_END_BYTES,
+    Session,
+    Sessions,
+    Visit,
+    end_mark,
+)
 
 LONG = tuple(range(1, 41))
 BYTES = COVERED[len(LONG)]
@@ -77,21 +87,30 @@ def test_only_the_last_visits_are_kept() -> None:
     assert [v.worker for v in session.visits] == [1, 3, 4, 2]
 
 
+@pytest.mark.parametrize("size", [30_000, 500_000])
 @pytest.mark.parametrize(
-    ("prompt", "common", "left"),
+    ("of_end", "goes_on"),
     [
-        (0, 500, False),  # its size is unknown
-        (10_000, 0, False),  # the index may have forgotten it
-        (10_000, 9_500, False),  # the last block may be missed
-        (10_000, 9_400, True),
-        (200_000, 198_500, False),
-        (200_000, 198_400, True),
+        (0.0, True),
+        (0.9, True),  # a client may change the end, such as a mark for caches
+        (1.7, False),
     ],
 )
 def test_prompt_with_the_first_part_only_is_another_one(
-    prompt: int, common: int, left: bool
+    size: int, of_end: float, goes_on: bool
 ) -> None:
-    assert Visit(0, 0.0, prompt + 50, 0, prompt).is_left_before_its_end(common) == left
+    whole = tuple(range(1, bisect_right(ENDS, size) + 1))
+    end_bytes = SHORT_END_BYTES if size == 30_000 else END_BYTES
+    common = bisect_right(ENDS, size - of_end * end_bytes)
+    visit = Visit(0, 0.0, 9000, 0, *end_mark(whole, size))
+    assert visit.may_go_on((*whole[:common], *range(9001, 9100))) == goes_on
+    assert visit.may_go_on(()), "too short to have blocks, or behind a stored response"
+
+
+def test_visit_without_blocks_is_of_any_prompt() -> None:
+    assert end_mark((), 0) == (0, 0)
+    assert Visit(0, 0.0, 50, 0, *end_mark((), 0)).may_go_on(LONG)
+    assert end_mark(LONG[:2], 300) == (1, 1)
 
 
 def test_idle_sessions_are_forgotten() -> None:
@@ -116,8 +135,10 @@ def test_memory_of_a_session() -> None:
     sessions, count = Sessions(), 2000
     for number in range(count):
         session = sessions.get_or_create(number << 40, float(number))
-        visit = Visit(3, float(number), 300_000 + number, 10**9 + number)
-        sessions.record_turn(session, (number << 41,), BYTES, visit)
+        hashes = (number << 41,)
+        end = end_mark(hashes, BYTES)
+        visit = Visit(3, float(number), 300_000 + number, 10**9 + number, *end)
+        sessions.record_turn(session, hashes, BYTES, visit)
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / count < 600

@@ -52,6 +52,27 @@ def test_session_stays_where_the_index_sees_nothing() -> None:
     assert router.fleet.roster.sessions.turns == {("m", Turn.NEW): 1, ("m", Turn.STAYED): 1}
 
 
+def test_image_in_a_turn_leaves_the_session_what_it_has() -> None:
+    """Its bytes are many and its tokens few, so that the index expects a small part."""
+    router = three()
+    serve(router, turn_info(), 0.0)
+    image = len(PREFIX) + 256
+    later = turn_info(PROMPT + 1000, (*PREFIX, *range(1000, 1256)))
+    assert later.prefix_bytes == COVERED[image] > 1_000_000
+    assert turn(serve(router, later, 2.0)) == ("w0", Turn.STAYED, PROMPT + 50)
+
+
+def test_session_stays_where_the_index_knows_a_common_beginning() -> None:
+    """Such as the tools of all sessions, once this session's leaf was evicted."""
+    router = three()
+    serve(router, turn_info(), 0.0)
+    prefixes = router.fleet.roster.prefixes
+    prefixes.forget(0)
+    prefixes.record(PREFIX[:20], 0)
+    later = turn_info(PROMPT + 5000, (*PREFIX, 99))
+    assert turn(serve(router, later, 2.0)) == ("w0", Turn.STAYED, PROMPT + 50)
+
+
 def test_session_moves_once_the_wait_exceeds_what_the_cache_saves() -> None:
     router = three()
     serve(router, turn_info(), 0.0)
@@ -206,6 +227,6 @@ def test_worker_that_restarted_or_was_left_long_ago_has_what_the_index_knows() -
     router, session = router_of(*(spec(f"w{i}") for i in range(6))), Session(5, 0.0)
     for number in range(6):
         since = worker_of(router, f"w{number}").up_since - (number == 5)
-        session.add_visit(Visit(number, since, 500, 0, 450))
+        session.add_visit(Visit(number, since, 500, 0))
     held = with_visits([(400, 0b111111)], session, router.fleet.roster, make_info(1000))
     assert held == [(500, 0b011100), (400, 0b100011)]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from proxy.core.learned.prefix_index import BLOCKS
-from proxy.core.learned.sessions import Turn
+from proxy.core.learned.sessions import Turn, end_mark
 from proxy.core.model.role import Role
 from proxy.core.model.types import Outcome
 from proxy.processes.shared import prefixes as shared_prefixes
@@ -51,8 +51,8 @@ def test_session_is_known_in_all_processes(make_all: MakeGroup) -> None:
         assert lease.decision.turn == (Turn.STAYED if number else Turn.NEW)
         known = [router.fleet.roster.sessions.get(7) for router in group.routers]
         assert len({(s.depth, s.mark, s.tail) for s in known if s is not None}) == 1
-        sizes = [[(v.prompt_tokens, v.tokens) for v in s.visits] for s in known if s is not None]
-        assert sizes == [[(4000, 4000)]] * 3
+        visits = [[(v.tokens, v.depth, v.mark) for v in s.visits] for s in known if s is not None]
+        assert visits == [[(4000, *end_mark(info.prefix, info.prefix_bytes))]] * 3
 
 
 def test_chain_of_responses_is_one_session_in_all_processes(make_group: MakeGroup) -> None:

@@ -282,6 +282,27 @@ async def test_tokens_that_the_journal_has_late_are_sent_again(start: Start) -> 
     assert first.connection.worker is not second.connection.worker
 
 
+async def test_late_tokens_go_to_a_worker_that_takes_tokens(start: Start) -> None:
+    """A stream without tokens may go to any worker, but not its late tokens."""
+    site, engines = await journaled(start, wire={"continues_by_text": True})
+    site.worker("w1").reports_prefixes = False
+    site.fleet.roster.drain("w1")
+
+    def tokens(_worker: object, request_id: str, _since: float) -> list[int]:
+        return engines.published[request_id][: 0 if len(site.served()) == 1 else None]
+
+    site.fleet.roster.stream_tokens = tokens
+    other, goes_on = Engines(["anew", *WORDS[1:]]), asyncio.Event()
+    in_turn(site, engines.serve(dies_after=4, pause=goes_on), other.serve(), engines.serve())
+    client = await site.send(engines.request())
+    await eventually(lambda: bool(engines.published))
+    site.fleet.roster.drain("w1", draining=False)
+    goes_on.set()
+    engines.check(await client.answer())
+    assert [call.connection.worker.name for call in site.served()] == ["w0", "w1", "w0"]
+    assert engines.asked[-1]["vllm_xargs"] == {"output_so_far": [0, 1, 2, 3]}
+
+
 async def test_long_streams_of_unknown_tokens_are_not_repeated(start: Start) -> None:
     site, engines = await journaled(start, engines=Engines(["a"] * (MAX_REPEATED_TOKENS + 2)))
     site.fleet.roster.stream_tokens = lambda *_: None
