@@ -120,14 +120,16 @@ def _with_defaults(
 ) -> Mapping[str, Any]:
     """Add the policies of the scheduler's class, which the configuration need not name."""
     added = {name: block for name, block in defaults.items() if name not in settings}
-    for pair, reason in registry.CONFLICTS.items():
-        for name, other in (pair, pair[::-1]):
-            if name in added and other in settings:
-                raise UsageError(
-                    f"policy {other} contradicts {name}, which the scheduler class adds: {reason}; "
-                    "use PolicyScheduler, or SyncPolicyScheduler"
-                )
-    return {**added, **settings}
+    policies = {**added, **settings}
+    for first, second, reason in registry.conflicts_of(policies):
+        if first in settings and second in settings:
+            continue  # refused without the class, too
+        name, other = (first, second) if first in added else (second, first)
+        raise UsageError(
+            f"policy {other} contradicts {name}, which the scheduler class adds: {reason}; "
+            "use PolicyScheduler, or SyncPolicyScheduler"
+        )
+    return policies
 
 
 def refuse_unsupported(

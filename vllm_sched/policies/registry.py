@@ -8,7 +8,7 @@ the chunk that earlier policies left. `CONFLICTS` lists pairs that are refused, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -160,10 +160,15 @@ def build(config: object, facts: EngineFacts) -> list[Policy]:
     return policies
 
 
-def _refuse_conflicts(config: Mapping[str, object]) -> None:
+def conflicts_of(names: Container[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the pairs of these policies that contradict each other, and why."""
     for (first, second), reason in CONFLICTS.items():
-        if first in config and second in config:
-            raise UsageError(
-                f"policies {first} and {second} contradict each other: {reason}; "
-                "leave one of them out"
-            )
+        if first in names and second in names:
+            yield first, second, reason
+
+
+def _refuse_conflicts(config: Mapping[str, object]) -> None:
+    for first, second, reason in conflicts_of(config):
+        raise UsageError(
+            f"policies {first} and {second} contradict each other: {reason}; leave one of them out"
+        )

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 FORM = PromptFields.FORM
 NOT_CONTINUED = "not_continued"
-UNFAILED = WorkerError.DRAINED, WorkerError.LATE_TOKENS  # the worker is well
+UNFAILED = WorkerError.DRAINED, WorkerError.LATE_TOKENS
 
 
 class Exchange(AttemptOwner):
@@ -198,8 +198,8 @@ class Exchange(AttemptOwner):
         lease = None if attempt is None else attempt.lease
         if attempt is None or lease is None:
             return self.last_refusal
-        worker, moves = lease.running_leg.worker, error in UNFAILED
-        free = moves or outcome is Outcome.REFUSED  # the worker is well
+        worker, unfailed = lease.running_leg.worker, error in UNFAILED
+        free = unfailed or outcome is Outcome.REFUSED  # the worker is well
         self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.end_failed(now, outcome, error)
@@ -212,7 +212,7 @@ class Exchange(AttemptOwner):
             free = True  # the worker has done nothing
         failure = LegFailure(
             outcome,
-            avoid=None if moves else worker,
+            avoid=None if unfailed else worker,
             retry_after_s=None if head is None else head.retry_after_s,
             free=free,
             dropped=error is WorkerError.RESET and not (attempt.response or self.begun_response),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import pytest
 
 from proxy.core.fleet.breaker import FAILURES_TO_OPEN, MAX_OPEN_S, MIN_OPEN_S, TRIAL_INTERVAL_S
+from proxy.core.fleet.charges import Fleet
+from proxy.core.fleet.worker import Worker
 from proxy.health.breaker_log import TROUBLES, BreakerLog, describe_breaker
 from proxy.wire.worker.connection import WorkerError
 from tests.proxy.core.making import fleet_of, spec, take_down
@@ -19,6 +22,16 @@ WITHOUT_TEXT = {
 }  # a status is shown as it is; the others are no worker's failure
 
 
+def fail_in_turn(fleet: Fleet, worker: Worker, causes: Iterable[str]) -> float:
+    """Fail one request after another, each as soon as the worker gets one; return the time."""
+    now = 0.0
+    for why in causes:
+        fleet.health.record_failure(worker, now, why=why)
+        now = max(worker.breaker.until, now)
+        worker.breaker.record_sent(now)
+    return now
+
+
 def test_every_worker_error_has_a_text() -> None:
     assert set(TROUBLES) == {trouble.value for trouble in WorkerError} - WITHOUT_TEXT
 
@@ -28,11 +41,7 @@ def test_opening_and_closing_are_logged_once(caplog: pytest.LogCaptureFixture) -
     [worker] = fleet.roster
     fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
-        now = 0.0
-        for _ in range(30):
-            fleet.health.record_failure(worker, now, why="502")
-            now = max(worker.breaker.until, now)
-            worker.breaker.record_sent(now)
+        now = fail_in_turn(fleet, worker, ("502",) * 30)
         fleet.health.record_success(worker)
         fleet.health.record_failure(worker, now, 20.0, busy=True, why="503")
     messages = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -49,11 +58,7 @@ def test_failed_trial_is_logged_for_a_new_cause(caplog: pytest.LogCaptureFixture
     [worker] = fleet.roster
     fleet.roster.ejections.listener = BreakerLog()
     with caplog.at_level(logging.INFO):
-        now = 0.0
-        for why in ("reset",) * 3 + ("500",) * 20 + ("reset",) * 5:
-            fleet.health.record_failure(worker, now, why=why)
-            now = max(worker.breaker.until, now)
-            worker.breaker.record_sent(now)
+        fail_in_turn(fleet, worker, ("reset",) * 3 + ("500",) * 20 + ("reset",) * 5)
         fleet.health.record_success(worker)
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0].endswith(f": {TROUBLES['reset']}")
