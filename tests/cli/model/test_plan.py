@@ -28,15 +28,18 @@ TARGETS = ["--goodput", "ttft:800", "tpot:500"]
 
 
 SHORT_RUNS = {
-    "MAX_COARSE_REQUESTS": 300, "MAX_FINE_REQUESTS": 300, "MIN_TTFTS": 0.2, "SAMPLE_REQUESTS": 400,
-}  # fmt: skip
+    "COARSE": trials.COARSE._replace(max_requests=300),
+    "FINE": trials.FINE._replace(max_requests=300),
+    "MIN_TTFTS": 0.2,
+    "SAMPLE_REQUESTS": 400,
+}
 
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play a few hundred requests, because the tests check only the form of the output."""
-    for name, requests in SHORT_RUNS.items():
-        monkeypatch.setattr(trials, name, requests)
+    for name, value in SHORT_RUNS.items():
+        monkeypatch.setattr(trials, name, value)
 
 
 ONE_POLICY = ["--policies", "default"]
@@ -112,6 +115,7 @@ def test_exact_plan_uses_real_schedulers_and_prints_no_vllm_logs() -> None:
         "import sys; from vllm_sched.cli.main import main; "
         "from vllm_sched.sim.planning import exact_check, trials; "
         "exact_check.EXACT_REQUESTS = exact_check.MAX_EXACT_REQUESTS = 100; "
+        "from vllm_sched.sim.planning.trials import RunSize; "
         f"vars(trials).update({SHORT_RUNS}); "
         "sys.exit(main(sys.argv[1:]))"
     )

@@ -41,7 +41,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     SHORT_APART,
     SHORT_LONG,
     FleetShape,
-    TrafficHints,
+    SplitHints,
     shapes,
 )
 from vllm_sched.sim.planning.plan import plan
@@ -582,7 +582,7 @@ def test_exact_run_that_serves_nothing_is_refused(monkeypatch: pytest.MonkeyPatc
 # Shapes
 
 
-SEEN = TrafficHints(boundaries={500: 0.5, 4000: 0.2}, prefill_share=0.6)
+HINTS = SplitHints(boundaries={500: 0.5, 4000: 0.2}, prefill_share=0.6)
 
 
 LEAST = {ONE_POOL: 1, SHORT_LONG: 2, PREFILL_DECODE: 2, SHORT_APART: 3}
@@ -591,7 +591,7 @@ LEAST = {ONE_POOL: 1, SHORT_LONG: 2, PREFILL_DECODE: 2, SHORT_APART: 3}
 @pytest.mark.parametrize("family", LEAST)
 @pytest.mark.parametrize("workers", [1, 2, 3, 40])
 def test_shapes_use_all_workers(family: str, workers: int) -> None:
-    tried = list(shapes(family, workers, SEEN, 50))
+    tried = list(shapes(family, workers, HINTS))
     assert len(set(tried)) == len(tried)
     assert bool(tried) == (workers >= LEAST[family])
     for shape in tried:
@@ -605,8 +605,8 @@ def test_shapes_use_all_workers(family: str, workers: int) -> None:
 def test_shapes_of_unequal_workers_fit_the_gpus(
     gpus: int, prefill_gpus: int, decode_gpus: int
 ) -> None:
-    seen = replace(SEEN, gpus=decode_gpus, prefill_gpus=prefill_gpus)
-    tried = list(shapes(PREFILL_DECODE, gpus, seen, 50))
+    hints = replace(HINTS, gpus=decode_gpus, prefill_gpus=prefill_gpus)
+    tried = list(shapes(PREFILL_DECODE, gpus, hints))
     assert bool(tried) == (gpus >= prefill_gpus + decode_gpus)
     for shape in tried:
         taken = shape.prefill * prefill_gpus + shape.decode * decode_gpus

@@ -149,42 +149,48 @@ def _launch(model: WorkerModel) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficHints:
+class SplitHints:
     boundaries: Mapping[int, float]  # tokens -> share of the work above
     prefill_share: float  # of the GPUs' work
     gpus: int = 1  # of a worker
     prefill_gpus: int = 1  # of a prefill worker
+    itl_ms: int = 100  # of every shape
 
 
-def shapes(family: str, gpus: int, seen: TrafficHints, itl_ms: int) -> Iterator[FleetShape]:
+def shapes(family: str, gpus: int, hints: SplitHints) -> Iterator[FleetShape]:
     """Yield the promising splits of a family into pools, the likeliest first."""
-    workers = gpus // seen.gpus
+    workers = gpus // hints.gpus
     if family == ONE_POOL:
-        if workers:
-            yield FleetShape(general=workers, itl_ms=itl_ms)
+        splits = iter([FleetShape(general=workers)] if workers else [])
     elif family == PREFILL_DECODE:
-        max_prefills = (gpus - seen.gpus) // seen.prefill_gpus  # leaves a decode worker
-        if max_prefills > 0:
-            for prefills in _near(seen.prefill_share * gpus / seen.prefill_gpus, max_prefills + 1):
-                decodes = (gpus - prefills * seen.prefill_gpus) // seen.gpus
-                yield FleetShape(prefill=prefills, decode=decodes, itl_ms=itl_ms)
-    elif workers < 2:
-        return
-    elif family == SHORT_LONG:
-        for limit, share in seen.boundaries.items():
-            for longs in _near(share * workers, workers):
-                yield FleetShape(
-                    short=workers - longs, long=longs, short_limit=limit, itl_ms=itl_ms
-                )
+        splits = _prefill_decode(gpus, hints)
     else:
-        # Only two counts per pool: this family has many shapes and is rarely the best.
-        for limit, share in seen.boundaries.items():
-            for rest in [count for count in _near(share * workers, workers) if count > 1][:2]:
-                for prefills in _near(seen.prefill_share * rest, rest)[:2]:
-                    yield FleetShape(
-                        short=workers - rest, prefill=prefills, decode=rest - prefills,
-                        short_limit=limit, itl_ms=itl_ms,
-                    )  # fmt: skip
+        split = _short_long if family == SHORT_LONG else _short_apart
+        splits = split(workers, hints) if workers > 1 else iter(())
+    return (replace(shape, itl_ms=hints.itl_ms) for shape in splits)
+
+
+def _prefill_decode(gpus: int, hints: SplitHints) -> Iterator[FleetShape]:
+    max_prefills = (gpus - hints.gpus) // hints.prefill_gpus  # leaves a decode worker
+    if max_prefills > 0:
+        for prefills in _near(hints.prefill_share * gpus / hints.prefill_gpus, max_prefills + 1):
+            decodes = (gpus - prefills * hints.prefill_gpus) // hints.gpus
+            yield FleetShape(prefill=prefills, decode=decodes)
+
+
+def _short_long(workers: int, hints: SplitHints) -> Iterator[FleetShape]:
+    for limit, share in hints.boundaries.items():
+        for longs in _near(share * workers, workers):
+            yield FleetShape(short=workers - longs, long=longs, short_limit=limit)
+
+
+def _short_apart(workers: int, hints: SplitHints) -> Iterator[FleetShape]:
+    """Yield only two counts per pool: this family has many shapes and is rarely the best."""
+    for limit, share in hints.boundaries.items():
+        for rest in [count for count in _near(share * workers, workers) if count > 1][:2]:
+            pools = FleetShape(short=workers - rest, short_limit=limit)
+            for prefills in _near(hints.prefill_share * rest, rest)[:2]:
+                yield replace(pools, prefill=prefills, decode=rest - prefills)
 
 
 def _near(wanted: float, workers: int) -> list[int]:

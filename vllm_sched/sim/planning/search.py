@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 from vllm_sched.sim.fleet.figures import FlowResult
@@ -24,7 +24,7 @@ from vllm_sched.sim.planning.fleet_shapes import (
     POLICIES,
     SHORT_APART,
     FleetShape,
-    TrafficHints,
+    SplitHints,
     shapes,
 )
 from vllm_sched.sim.planning.progress import PlanProgress
@@ -66,17 +66,14 @@ class FleetSearch:
 
     @cached_property
     def _judge(self) -> CapacitySearch:
-        draws = self.trials.judging_draws()
-        return CapacitySearch(draws, self._served_of, self.trials.is_good_enough)
+        trials = self.trials
+        play = partial(trials.serves, fine=True)
+        return CapacitySearch(trials.judging_draws(), play, trials.is_good_enough)
 
     @property
     def runs(self) -> int:
         quick = vars(self).get("_quick")
         return self.trials.runs + (quick.trials.runs if quick else 0)
-
-    def _served_of(self, shape: FleetShape, rate: float, draw: int) -> FlowResult | None:
-        run = self.trials.play(shape, rate, fine=True, draw=draw)
-        return run if self.trials.is_good_enough(run, strict=False) else None
 
     def rough_rate(
         self, shape: FleetShape, start: float, *, min_rate: float = 0.0, step: float = WIDE_STEP
@@ -144,8 +141,9 @@ class FleetSearch:
     def check(self) -> None:
         check_feasible(self.trials)
 
-    def traffic_seen(self) -> TrafficHints:
-        return _hints(self.question, self.trials.traffic)
+    @cached_property
+    def _hints(self) -> SplitHints:
+        return split_hints(self.question, self.trials.traffic)
 
     def rough_rates(self, family: str, gpus: int, floor: float = 0.0) -> list[ServedRate]:
         """Return the rough rates of a family's fleets above `floor`.
@@ -153,7 +151,7 @@ class FleetSearch:
         Each split is tried with the last policy, and the best splits with the others.
         """
         *others, last = self.question.policies
-        tried = shapes(family, gpus, self.traffic_seen(), self._itl_ms())
+        tried = shapes(family, gpus, self._hints)
         splits = [replace(shape, policy=last) for shape in tried]
         # This family has many shapes and is rarely the best: drop it early.
         if family == SHORT_APART:
@@ -220,11 +218,11 @@ class FleetSearch:
 
     def _judge_family(self, rough: list[ServedRate], floor: float = 0.0) -> list[ServedRate]:
         judged = self._judge_finalists(rough, floor)
-        return rank_fleets(
-            [*judged, *(threshold for best in judged[:1] for threshold in self._thresholds(best))]
-        )
+        better = self._better_thresholds(judged[0]) if judged else ()
+        return rank_fleets([*judged, *better])
 
-    def _thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
+    def _better_thresholds(self, served: ServedRate) -> Iterator[ServedRate]:
+        """Yield the fleet with each threshold of hand-overs that raises its rate."""
         if not served.shape.prefill:
             return
         half = self.trials.traffic.prompts[len(self.trials.traffic.prompts) // 2]
@@ -233,11 +231,6 @@ class FleetSearch:
             min_rate = served.rate * (1 + EQUAL_RATE_SHARE)
             if (better := self.judge(shape, min_rate, min_rate=min_rate)) is not None:
                 yield better
-
-    def _itl_ms(self) -> int:
-        targets = self.question.targets
-        wanted = targets.itl or targets.tpot
-        return 100 if wanted is None else max(round(wanted * 1000), 1)
 
     def best(self, gpus: int, floor: float = 0.0) -> list[ServedRate]:
         """Return the best fleet of each family, best first; none if all are below `floor`.
@@ -261,10 +254,9 @@ class FleetSearch:
         behind_judged: list[ServedRate] = []
         if judged:
             with self.progress.part(0.9, 1.0):
+                max_rate = _best_rate(judged) * (1 - EQUAL_RATE_SHARE)
                 for rates in self.progress.each(behind):
-                    behind_judged += self._judge_quickly(
-                        rates, _best_rate(judged) * (1 - EQUAL_RATE_SHARE)
-                    )
+                    behind_judged += self._judge_quickly(rates, max_rate)
         return rank_fleets(judged) + rank_fleets(behind_judged)
 
     def best_so_far(self, gpus: int) -> list[ServedRate]:
@@ -322,7 +314,7 @@ class FleetSearch:
         """Return a fleet that serves a rate, with the last policy; None if no split does."""
         policy = self.question.policies[-1]
         for family in self.question.families:
-            for split in shapes(family, gpus, self.traffic_seen(), self._itl_ms()):
+            for split in shapes(family, gpus, self._hints):
                 shape = replace(split, policy=policy)
                 self.progress.note(f"{gpus} GPUs: {shape}")
                 if rate > self._rate_bound(shape) or self.trials.serves(shape, rate) is None:
@@ -341,23 +333,23 @@ class FleetSearch:
         if nearest and abs(change) == 1:
             return nearest
         gpus = self._gpus(shape) + change * self.question.machine.gpus
-        seen, limit = self.traffic_seen(), shape.short_limit
-        if limit in seen.boundaries:
-            seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
+        hints, limit = self._hints, shape.short_limit
+        if limit in hints.boundaries:
+            hints = replace(hints, boundaries={limit: hints.boundaries[limit]})
         others = [
             replace(close_shape, disaggregate_above=shape.disaggregate_above, policy=shape.policy)
-            for close_shape in shapes(shape.family, gpus, seen, shape.itl_ms)
+            for close_shape in shapes(shape.family, gpus, hints)
         ]
         similar = others or nearest
         if similar or self.question.prefill_machine is not None:
             return similar
         # Several pools need several workers.
         policy = self.question.policies[-1]
-        pools = shapes(ONE_POOL, gpus, seen, shape.itl_ms)
+        pools = shapes(ONE_POOL, gpus, hints)
         return [replace(pool, policy=policy) for pool in pools]
 
 
-def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
+def split_hints(question: PlanQuestion, traffic: TrafficStats) -> SplitHints:
     machine, prompt_machine = question.machine, question.prompt_machine
     time, prompt_time = (
         worker.time.linear_near(32, worker.max_num_batched_tokens)
@@ -380,11 +372,13 @@ def _hints(question: PlanQuestion, traffic: TrafficStats) -> TrafficHints:
         * (time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32)
     )
     total = prefill + decode
-    return TrafficHints(
+    itl_s = question.targets.itl or question.targets.tpot
+    return SplitHints(
         boundaries=boundaries,
         prefill_share=prefill / total if total else 0.5,
         gpus=machine.gpus,
         prefill_gpus=prompt_machine.gpus,
+        itl_ms=100 if itl_s is None else max(round(itl_s * 1000), 1),
     )
 
 

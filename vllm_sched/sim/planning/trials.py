@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.types import Request
@@ -27,7 +27,31 @@ from vllm_sched.sim.planning.fleet_shapes import FleetShape
 from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.types import WorkerModel
 
-UNLIMITED_TOKENS = 1 << 60  # tokens
+MIN_REQUESTS: Final = 50  # with a small effort
+MIN_TTFT_S: Final = 3.0
+# A run has more than `max_requests` if it would be shorter than this number of TTFT targets.
+MIN_TTFTS: Final = 4.0
+WARM_SHARE: Final = 0.2  # share of a run that fills the fleet and is not counted
+# Most growth of the time to first token, in seconds per second.
+MAX_GROWTH, MAX_BRIEF_GROWTH = 0.04, 0.1
+SAMPLE_REQUESTS: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
+TOLERATED_TTFT_RATIO: Final = 4.0
+LONG_QUANTILE: Final = 0.9  # share of prompts that are not among the longest
+REST, LONG = "rest", "long"
+IDLE_LOAD: Final = 0.02  # load of an idle worker, as a share of the compute bound
+UNLIMITED_TOKENS: Final = 1 << 60
+
+
+class RunSize(NamedTuple):
+    """The requests of a run, and its length: shorter runs hide a growing queue."""
+
+    min_requests: int
+    max_requests: int
+    ttfts: float  # length in TTFT targets
+
+
+COARSE: Final = RunSize(1000, 5_000, ttfts=20.0)
+FINE: Final = RunSize(4800, 8_000, ttfts=25.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +89,13 @@ def _sizes(request: Request, cache: CachedPrefixes) -> tuple[int, int, int]:
     return request.prompt_tokens, request.output_tokens, held
 
 
-# Least requests of a run, and its length in TTFT targets: shorter runs hide a growing queue.
-MIN_COARSE_REQUESTS, MIN_FINE_REQUESTS = 1000, 4800
-MIN_REQUESTS: Final = 50  # with a small effort
-COARSE_TTFTS, FINE_TTFTS = 20.0, 25.0
-MIN_TTFT_S: Final = 3.0
-# Most requests of a run, unless it would be shorter than this number of TTFT targets.
-MAX_COARSE_REQUESTS, MAX_FINE_REQUESTS = 5_000, 8_000
-MIN_TTFTS: Final = 4.0
-WARM_SHARE: Final = 0.2  # share of a run that fills the fleet and is not counted
-# Most growth of the time to first token, in seconds per second.
-MAX_GROWTH, MAX_BRIEF_GROWTH = 0.04, 0.1
-SAMPLE_REQUESTS: Final = 4000  # requests for the traffic statistics; a trace uses all kept lines
-TOLERATED_TTFT_RATIO: Final = 4.0
-LONG_QUANTILE: Final = 0.9  # share of prompts that are not among the longest
-REST, LONG = "rest", "long"
-IDLE_LOAD: Final = 0.02  # load of an idle worker, as a share of the compute bound
-
-
 class FleetTrials:
     def __init__(self, question: PlanQuestion, note: Callable[[str], None]) -> None:
         self.question = question
         source, machine = question.source, question.machine
         prompt_machine = question.prompt_machine
-        count = (
-            max(SAMPLE_REQUESTS, source.held) if isinstance(source, Sampled) else SAMPLE_REQUESTS
-        )
-        sample = list(islice(question.shapes(), count))
+        held = source.held if isinstance(source, Sampled) else 0
+        sample = list(islice(question.shapes(), max(SAMPLE_REQUESTS, held)))
         self.traffic = traffic = TrafficStats.from_sample(sample, *filter(None, question.machines))
         self.runs = 0
         # Requests/s of one worker, in closed form.
@@ -112,17 +116,11 @@ class FleetTrials:
         self.tolerated_ttft_s = tolerated_ttft_s
 
     def count(self, rate: float, *, fine: bool) -> int:
-        question = self.question
-        target = max(question.targets.ttft or 0.0, MIN_TTFT_S)
-        duration_s = (FINE_TTFTS if fine else COARSE_TTFTS) * target
-        min_count, max_count = (
-            (MIN_FINE_REQUESTS, MAX_FINE_REQUESTS)
-            if fine
-            else (MIN_COARSE_REQUESTS, MAX_COARSE_REQUESTS)
-        )
-        max_count = max(max_count, math.ceil(rate * MIN_TTFTS * target))
-        requests = min(max(rate * duration_s, min_count), max_count) * question.effort
-        return max(round(requests), MIN_REQUESTS)
+        size = FINE if fine else COARSE
+        ttft_s = max(self.question.targets.ttft or 0.0, MIN_TTFT_S)
+        most = max(size.max_requests, math.ceil(rate * MIN_TTFTS * ttft_s))
+        requests = min(max(rate * (size.ttfts * ttft_s), size.min_requests), most)
+        return max(round(requests * self.question.effort), MIN_REQUESTS)
 
     def judging_draws(self) -> list[int]:
         """Return the draws that judge fleets, by falling work; draw 0 is for the rough search."""
@@ -177,8 +175,10 @@ class FleetTrials:
         share = self.question.share
         return share - math.sqrt(share * (1 - share) / longs) if longs else share
 
-    def serves(self, shape: FleetShape, rate: float) -> FlowResult | None:
-        run = self.play(shape, rate, fine=False)
+    def serves(
+        self, shape: FleetShape, rate: float, draw: int = 0, *, fine: bool = False
+    ) -> FlowResult | None:
+        run = self.play(shape, rate, fine=fine, draw=draw)
         return run if self.is_good_enough(run, strict=False) else None
 
     def play_idle(self) -> FlowResult:
