@@ -154,7 +154,7 @@ class SplitHints:
     prefill_share: float  # of the GPUs' work
     gpus: int = 1  # of a worker
     prefill_gpus: int = 1  # of a prefill worker
-    itl_ms: int = 100  # of every shape
+    itl_ms: int = 100
 
 
 def shapes(family: str, gpus: int, hints: SplitHints) -> Iterator[FleetShape]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
@@ -27,6 +28,7 @@ from vllm_sched.sim.types import WorkerModel
 COARSE_FAMILIES: Final = (ONE_POOL, PREFILL_DECODE)
 CLOSE: Final = 0.85  # of the best coarse rate, to be planned in full
 MAX_PLANNED: Final = 2
+GROWTH: Final = 1.5  # of a size that is too small
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,9 @@ def compare_machines(
     if PREFILL_DECODE not in question.families or not (best := best_of(candidates)):
         return candidates
     wanted = precision(best[0].question.machine)
-    able = [candidate.question.machine for candidate in candidates if not candidate.why]
-    able = [machine for machine in able if precision(machine) == wanted]
-    pairs = [
-        (prefill, decode) for prefill in able for decode in able if prefill.gpus != decode.gpus
-    ]
+    able = [candidate.question.machine for candidate in _able(candidates)]
+    alike = [machine for machine in able if precision(machine) == wanted]
+    pairs = [pair for pair in product(alike, repeat=2) if pair[0].gpus != pair[1].gpus]
     with progress.part(0.5, 1.0):
         for prefill, decode in progress.each(pairs):
             pair = replace(
@@ -111,32 +111,25 @@ def rate_on(gpus: int) -> Callable[[FleetSearch, float], float]:
 
 def highest(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates to plan in full, by rate."""
-    ordered = sorted(
-        (candidate for candidate in candidates if not candidate.why),
-        key=lambda candidate: -candidate.result,
-    )
-    return [candidate for candidate in ordered if candidate.result >= CLOSE * ordered[0].result][
-        :MAX_PLANNED
-    ]
+    able = sorted(_able(candidates), key=lambda candidate: -candidate.result)
+    close = [candidate for candidate in able if candidate.result >= CLOSE * able[0].result]
+    return close[:MAX_PLANNED]
 
 
 def fewest(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates to plan in full, by the number of GPUs."""
-    ordered = sorted(
-        (candidate for candidate in candidates if not candidate.why),
-        key=lambda candidate: candidate.result,
-    )
-    return [candidate for candidate in ordered if CLOSE * candidate.result <= ordered[0].result][
-        :MAX_PLANNED
-    ]
+    able = sorted(_able(candidates), key=lambda candidate: candidate.result)
+    close = [candidate for candidate in able if CLOSE * candidate.result <= able[0].result]
+    return close[:MAX_PLANNED]
+
+
+def _able(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if not candidate.why]
 
 
 def precision(machine: WorkerModel) -> tuple[int, int, bool]:
     """Return what machines that exchange KV blocks have in common."""
     return machine.kv_token_bytes, machine.kv_pieces, QUANTIZED in machine.flags
-
-
-GROWTH: Final = 1.5
 
 
 def fewest_gpus(search: FleetSearch, start: float = 0, *, rate: float) -> int:

@@ -33,9 +33,8 @@ from vllm_sched.sim.planning.question import PlanQuestion
 from vllm_sched.sim.planning.search import FleetSearch, ServedRate
 from vllm_sched.sim.types import WorkerModel
 
-# Progress of several machines' comparison, and of the search for the fewest GPUs.
+# Progress after each part of a plan.
 COMPARED, SIZED = 0.3, 0.5
-# Progress of a plan after the search, the exact runs, and the runs with one worker more and fewer.
 SEARCH_DONE, EXACT_DONE, MORE_DONE, FEWER_DONE = 0.7, 0.8, 0.9, 0.95
 FRONTIER: Final = (0.25, 0.5, 0.75)  # sizes, of the best fleet's
 
@@ -110,6 +109,10 @@ class _MachinePlan:
         rate = next(served.rate for served in self.fluid_ranking if served.shape == best.shape)
         return replace(best, rate=rate)
 
+    @property
+    def best_rate(self) -> float:
+        return self.best_by_fluid.rate if self.fluid_ranking else 0.0
+
     def find_best(self, gpus: int, floor: float = 0.0) -> None:
         """Find the best fleets above `floor`; after Ctrl-C those so far."""
         search = self.search
@@ -168,21 +171,19 @@ def plan(
     compared = COMPARED if len(machines) > 1 else 0.0
     with progress.part(0.0, compared):
         candidates, chosen = _choose(question, machines, gpus, rate, progress)
-    begin, sized = compared, gpus is None
-    if gpus is None:
-        begin = SIZED
+    if by_gpus := gpus is None:
         with progress.part(compared, SIZED):
             chosen, gpus = _smallest(chosen, rate, progress)
     plans: list[_MachinePlan] = []
     stopped_at: float | None = None
     try:
-        with progress.part(begin, SEARCH_DONE):
+        with progress.part(SIZED if by_gpus else compared, SEARCH_DONE):
             for candidate in progress.each(chosen):
-                floor = max((e.best_by_fluid.rate for e in plans if e.fluid_ranking), default=0.0)
+                floor = max((earlier.best_rate for earlier in plans), default=0.0)
                 plans.append(_MachinePlan(FleetSearch(candidate.question, progress)))
                 plans[-1].find_best(gpus, floor)
             best = _best_of(plans)
-            while sized and best.best_by_fluid.rate < rate:
+            while by_gpus and best.best_rate < rate:
                 gpus += best.search.question.machine.gpus  # not all that serve it were judged
                 best.find_best(gpus)
         _check_rate(rate, best, gpus)
@@ -196,12 +197,11 @@ def plan(
         if not any(machine_plan.fluid_ranking for machine_plan in plans):
             raise
         stopped_at = progress.done
-    return replace(_plan_of(_best_of(plans), gpus, candidates, stopped_at), by_gpus=sized)
+    return replace(_plan_of(_best_of(plans), gpus, candidates, stopped_at), by_gpus=by_gpus)
 
 
 def _best_of(plans: Sequence[_MachinePlan]) -> _MachinePlan:
-    successful = (plan for plan in plans if plan.fluid_ranking)
-    return max(successful, key=lambda plan: plan.best_by_fluid.rate)
+    return max(plans, key=lambda plan: plan.best_rate)
 
 
 def _plan_of(

@@ -43,7 +43,7 @@ UNLIMITED_TOKENS: Final = 1 << 60
 
 
 class RunSize(NamedTuple):
-    """The requests of a run, and its length: shorter runs hide a growing queue."""
+    """The size of a run: shorter ones hide a growing queue."""
 
     min_requests: int
     max_requests: int
