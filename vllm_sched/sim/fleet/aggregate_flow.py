@@ -86,19 +86,19 @@ class AggregateFlow(BaseSimulatedFleet):
         for engine in self._fluid:
             gaps.merge(engine.gaps)
         span = self._newest - self._began
-        return self._figures.result(span, self._last, gaps, failed=self._failed)
+        return self._figures.result(span, self._last_end, gaps, failed=self._failed)
 
     def _arrive(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
         self._newest = now
-        if self._number >= self._warm:
+        if self._num_arrived >= self._warm:
             self._figures.record_arrival(request.klass)
-        elif self._number == self._warm - 1:
+        elif self._num_arrived == self._warm - 1:
             self._began = now
         self._enter(request, Outcome.from_request(request, now), self.router, now, ended)
 
     def _report_event(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
-        leg, outcome = lease.prefill, flight.outcome
-        begins = event.tokens and not outcome.ticks and (leg is None or leg.released)
+        prefill, outcome = lease.prefill, flight.outcome
+        begins = event.tokens and not outcome.ticks and (prefill is None or prefill.released)
         if begins and flight.number >= self._warm:
             klass, prompt = flight.request.klass, flight.request.prompt_tokens
             self._figures.record_first_token(klass, prompt, event.at - outcome.at)

@@ -38,7 +38,7 @@ class RequestFlight:
     ticket: Ticket | None = None
     cached_tokens: int = 0
     priority: int = 0
-    held_by: str = ""  # worker with unreleased KV of the prefill leg
+    kv_worker: str = ""  # with unreleased KV of the prefill leg
     longest_gap: float = 0.0  # between tokens, if the engine tells
 
 
@@ -54,7 +54,6 @@ class BaseSimulatedFleet:
         probe_s: float = 1.0,
         timeout_s: float = inf,
     ) -> None:
-        """Start idle; `model` is the name that requests ask for."""
         self.engines = engines
         self.router = router
         self.routers = [router]
@@ -62,12 +61,12 @@ class BaseSimulatedFleet:
         self._probe_s = probe_s
         self._timeout_s = timeout_s
         self._queue = EventQueue()
-        self._planned = dict.fromkeys(engines, inf)
+        self._planned_at = dict.fromkeys(engines, inf)
         self._flights: dict[str, RequestFlight] = {}
         self._queued: dict[Ticket, RequestFlight] = {}
         self._deadlines: deque[tuple[float, str]] = deque()
-        self._number = 0  # of the next request
-        self._last = 0.0
+        self._num_arrived = 0
+        self._last_end = 0.0
         self._transfers: Counter[str] = Counter()
 
     # Arrivals
@@ -80,8 +79,8 @@ class BaseSimulatedFleet:
         now: float,
         ended: Callable[[float], None] | None,
     ) -> None:
-        number = self._number
-        self._number += 1
+        number = self._num_arrived
+        self._num_arrived += 1
         flight = RequestFlight(request, number, str(number), router, outcome, ended)
         self._flights[flight.id] = flight
         if self._timeout_s < inf:
@@ -107,11 +106,10 @@ class BaseSimulatedFleet:
             flight.ticket, flight.lease = None, placement
             flight.priority = priority_of(flight.router, placement.info)
             flight.outcome.worker = placement.decision.route
-            first = placement.prefill
-            if first is None:
+            if (prefill := placement.prefill) is None:
                 self._send(flight, placement.worker.name, Leg.WHOLE, now)
             else:
-                self._send(flight, first.worker.name, Leg.PREFILL, now)
+                self._send(flight, prefill.worker.name, Leg.PREFILL, now)
 
     def _dispatch_queued(self, router: Router, now: float) -> None:
         if not self._queued:
@@ -146,14 +144,14 @@ class BaseSimulatedFleet:
 
     def _schedule_engine(self, name: str) -> None:
         at = self.engines[name].next_at()
-        if at < self._planned[name]:
-            self._planned[name] = at
+        if at < self._planned_at[name]:
+            self._planned_at[name] = at
             self._queue.schedule(at, partial(self._advance_engine, name, at), rank=STEP_RANK)
 
     def _advance_engine(self, name: str, planned: float, now: float) -> None:
-        if self._planned[name] != planned:
+        if self._planned_at[name] != planned:
             return  # superseded by an earlier event
-        self._planned[name] = inf
+        self._planned_at[name] = inf
         for event in self.engines[name].advance(now):
             flight = self._flights.get(event.job_id)
             if flight is not None and flight.lease is not None:
@@ -161,10 +159,10 @@ class BaseSimulatedFleet:
         self._schedule_engine(name)
 
     def _report_event(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
-        first = lease.prefill
-        if first is not None and not first.released:
+        prefill = lease.prefill
+        if prefill is not None and not prefill.released:
             if event.finished:
-                self._start_decode(flight, lease, event, now)
+                self._start_decode(flight, lease, prefill, event, now)
             return
         if event.fetched:
             self._release_prefill(flight, now)
@@ -173,7 +171,7 @@ class BaseSimulatedFleet:
             if not outcome.ticks:
                 router.leases.record_first_token(lease, event.at)
                 flight.cached_tokens = event.cached_tokens
-                if first is None:
+                if prefill is None:
                     outcome.cached_tokens = event.cached_tokens
             outcome.ticks.append(event.at)
             outcome.completed += event.tokens
@@ -186,44 +184,42 @@ class BaseSimulatedFleet:
             router.leases.finish(lease, now, core.Outcome.DONE, usage)
             self._end_request(flight, now)
 
-    def _start_decode(self, flight: RequestFlight, lease: Lease, event: Event, now: float) -> None:
-        first = lease.prefill
-        if first is None:
-            return
-        router, flight.held_by = flight.router, first.worker.name
+    def _start_decode(
+        self, flight: RequestFlight, lease: Lease, prefill: Lease, event: Event, now: float
+    ) -> None:
+        router, flight.kv_worker = flight.router, prefill.worker.name
         flight.outcome.cached_tokens = event.cached_tokens
         usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
         router.leases.end_prefill(lease, now, usage)
         if router.leases.recheck_decode_worker(lease, now, may_move=True):
-            flight.outcome.worker = pair = f"{flight.held_by}>{lease.worker.name}"
+            flight.outcome.worker = pair = f"{flight.kv_worker}>{lease.worker.name}"
             self._transfers[pair] += 1
             self._send(flight, lease.worker.name, Leg.DECODE, now)
         else:  # no decode worker is available: restart the request
             self._release_prefill(flight, now)
-            avoid = lease.worker if router.leases.has_other_worker(lease) else first.worker
+            avoid = lease.worker if router.leases.has_other_worker(lease) else prefill.worker
             failure = LegFailure(core.Outcome.MOOT, avoid, free=True)
             self._handle_placement(flight, router.retry(lease, now, failure), now)
         self._dispatch_queued(router, now)
 
     def _release_prefill(self, flight: RequestFlight, now: float) -> None:
-        if flight.held_by:
-            self.engines[flight.held_by].release(flight.id, now)
-            self._schedule_engine(flight.held_by)
-            flight.held_by = ""
+        if flight.kv_worker:
+            self.engines[flight.kv_worker].release(flight.id, now)
+            self._schedule_engine(flight.kv_worker)
+            flight.kv_worker = ""
 
     # Ends
 
     def _end_request(self, flight: RequestFlight, now: float, *, pause_s: float = 0.0) -> None:
         del self._flights[flight.id]
-        self._last = max(self._last, now)
+        self._last_end = max(self._last_end, now)
         if flight.ended is not None:
             # Scheduled, so that this request is removed before the next arrives. Without a pause
             # after a refusal, time would stand still.
             self._queue.schedule(now + pause_s, flight.ended, rank=ARRIVAL_RANK)
         self._dispatch_queued(flight.router, now)
 
-    def _give_up(self, now: float) -> None:
-        """Abort requests after the client timeout."""
+    def _abort_timed_out(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             if (flight := self._flights.get(self._deadlines.popleft()[1])) is None:
                 continue
@@ -254,7 +250,7 @@ class BaseSimulatedFleet:
                     now, seen.running, seen.waiting, seen.kv_usage, model.kv_tokens, extra=extra
                 ),
             )
-        self._give_up(now)
+        self._abort_timed_out(now)
         self._dispatch_queued(router, now)
         self._queue.schedule(
             now + self._probe_s, partial(self._read_gauges, router), rank=STEP_RANK

@@ -99,9 +99,8 @@ class FlowFigures:
     """
 
     def __init__(self, targets: Targets, tolerated_ttft_s: Callable[[int], float]) -> None:
-        # Failed, or beyond the targets; by class, also beyond `tolerated_ttft_s`.
-        self.late = 0
-        self.lost = Counter[str]()
+        self.late = 0  # failed, or beyond the targets
+        self.lost = Counter[str]()  # by class: also beyond `tolerated_ttft_s`
         self.classes: dict[str, ClassFigures] = {}
         self.trend = Trend()  # of the time to first token
         self._targets = targets
@@ -131,6 +130,7 @@ class FlowFigures:
         met = paced and targets.is_in_time(ttft, latency)
         tolerated = ttft <= self._tolerated_ttft_s(outcome.prompt_tokens)
         kept = met or (paced and tolerated)
+        # A late first token has been counted.
         begun_in_time = targets.is_in_time(ttft, 0.0)
         self.late += begun_in_time and not met
         self.lost[klass] += (begun_in_time or tolerated) and not kept

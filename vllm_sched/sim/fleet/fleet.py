@@ -118,7 +118,7 @@ class SimulatedFleet(BaseSimulatedFleet):
                 for flight in self._flights.values():
                     flight.outcome.interrupted = True
                 return self._make_result(flow, queue.now, interrupted=True)
-        return self._make_result(flow, self._last)
+        return self._make_result(flow, self._last_end)
 
     def _make_result(
         self, flow: SessionFlow, end: float, *, interrupted: bool = False
