@@ -16,6 +16,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement, product
 from typing import Final
 
 from vllm_sched.cost.least_squares import non_negative
@@ -54,7 +55,7 @@ SLOPES: Final = (2, 1)
 @dataclass(slots=True)
 class FitSums:
     features: int
-    products: list[float] = field(init=False)
+    products: list[float] = field(init=False)  # of each pair of features
     times: list[float] = field(init=False)
     steps: int = 0
 
@@ -64,7 +65,7 @@ class FitSums:
 
     def add(self, row: tuple[float, ...], seconds: float, weight: float, memory: float) -> None:
         new = [weight * left * right for index, left in enumerate(row) for right in row[index:]]
-        self.products = [memory * old + p for old, p in zip(self.products, new, strict=True)]
+        self.products = [memory * old + add for old, add in zip(self.products, new, strict=True)]
         weighted = weight * seconds
         self.times = [memory * old + weighted * x for old, x in zip(self.times, row, strict=True)]
         self.steps += 1
@@ -90,8 +91,7 @@ class OnlineFit:
         self._step_counts: Counter[StepKind] = Counter()
         self._unsolved = 0
         self._model: StepTime | None = None
-        # The usual relative error of the prediction.
-        self.spread = INITIAL_SPREAD
+        self.spread = INITIAL_SPREAD  # the usual relative error of the prediction
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         if not 0 < seconds < math.inf or not (shape.prefill_tokens or shape.decodes):
@@ -178,20 +178,18 @@ def solve_coefficients(
     matrix = [[0.0] * size for _ in range(size)]
     right_side = [0.0] * size
     steps = [0.0] * size
-    for kind, coefficients_by_feature in FEATURE_COEFFICIENTS.items():
+    for kind, features in FEATURE_COEFFICIENTS.items():
         kind_sums = sums[kind]
-        products = iter(kind_sums.products)  # of each feature and those from it on
-        for left, rows in enumerate(coefficients_by_feature):
+        for rows, time in zip(features, kind_sums.times, strict=True):
             for row in rows:
-                right_side[row] += kind_sums.times[left]
+                right_side[row] += time
                 steps[row] += min(kind_sums.steps, most_steps)
-            for right in range(left, len(coefficients_by_feature)):
-                product = next(products)
-                for row in rows:
-                    for column in coefficients_by_feature[right]:
-                        matrix[row][column] += product
-                        if right != left:
-                            matrix[column][row] += product
+        pairs = combinations_with_replacement(features, 2)
+        for (rows, columns), total in zip(pairs, kind_sums.products, strict=True):
+            for row, column in product(rows, columns):
+                matrix[row][column] += total
+                if rows != columns:
+                    matrix[column][row] += total
     ridge = [
         base + doubt * spread * spread / max(count, 1.0)
         for base, doubt, count in zip(RIDGE, VARIANCE_RIDGE, steps, strict=True)

@@ -28,7 +28,7 @@ class ThresholdResult:
 class Recursion:
     def __init__(self, model: BacklogModel) -> None:
         self.model = model
-        self._departure_rows: dict[int, tuple[int, list[float]]] = {}
+        self._chances: dict[int, dict[int, float]] = {}
         self._results: dict[int, ThresholdResult] = {}
 
     def solve_for(self, threshold: int) -> ThresholdResult:
@@ -86,10 +86,9 @@ class Recursion:
             share = coming.pop(active, 0.0)
             if share <= 0:
                 continue
-            first_count, row = self._departures(active)
-            stays = row[0] if first_count == 0 else 0.0
-            spent[active] = steps = share / (1 - stays)
-            for departed, chance in enumerate(row, first_count):
+            chances = self._departures(active)
+            spent[active] = steps = share / (1 - chances.get(0, 0.0))
+            for departed, chance in chances.items():
                 if departed:
                     left = active - departed
                     coming[left] = coming.get(left, 0.0) + steps * chance
@@ -99,16 +98,17 @@ class Recursion:
         """Return the distribution of active slots after a mixed step."""
         start: dict[int, float] = {}
         for active, share in ends.items():
-            first_count, row = self._departures(active)
-            for departed, chance in enumerate(row, first_count):
+            for departed, chance in self._departures(active).items():
                 left = self.model.slots - departed
                 start[left] = start.get(left, 0.0) + share * chance
         return start
 
-    def _departures(self, active: int) -> tuple[int, list[float]]:
-        if active not in self._departure_rows:
-            self._departure_rows[active] = binomial(active, 1 / self.model.mean_output)
-        return self._departure_rows[active]
+    def _departures(self, active: int) -> dict[int, float]:
+        """Return the probability of each number of departures that is not negligible."""
+        if active not in self._chances:
+            first, chances = binomial(active, 1 / self.model.mean_output)
+            self._chances[active] = dict(enumerate(chances, first))
+        return self._chances[active]
 
 
 def binomial(trials: int, chance: float) -> tuple[int, list[float]]:
