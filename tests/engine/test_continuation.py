@@ -115,7 +115,7 @@ def test_an_abort_before_the_first_token_leaves_nothing(grammar: bool) -> None:
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(make_request(20, output=2))
     drain(scheduler)
-    assert scheduler._continued._pending == scheduler._continued.before_grammar == {}
+    assert scheduler._continued._pending == scheduler._continued.unseen_by_grammar == {}
 
 
 def test_a_grammar_goes_on_behind_the_tokens() -> None:
@@ -131,7 +131,7 @@ def test_a_grammar_goes_on_behind_the_tokens() -> None:
     scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
     assert outputs_of(scheduler, request) == [[7], [7]]
     assert grammar.seen == [*SO_FAR, 7, 7, 7]
-    assert scheduler._continued.before_grammar == {}
+    assert scheduler._continued.unseen_by_grammar == {}
 
 
 class BrokenGrammar(Grammar):
@@ -158,7 +158,7 @@ def test_a_grammar_without_the_tokens_ends_only_its_request(grammar: Any) -> Non
     assert request.status is RequestStatus.FINISHED_ERROR
     assert other.status is RequestStatus.FINISHED_LENGTH_CAPPED
     assert request.request_id not in scheduler.requests
-    assert scheduler._continued.before_grammar == scheduler._continued._pending == {}
+    assert scheduler._continued.unseen_by_grammar == scheduler._continued._pending == {}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class ContinuedRequests:
         block_tokens: int,
     ) -> None:
         self.returned: dict[str, list[int]] = {}  # first tokens of running requests
-        self.before_grammar: dict[str, list[int]] = {}  # tokens that a grammar has not seen
+        self.unseen_by_grammar: dict[str, list[int]] = {}  # of a grammar that is not compiled
         self._pending: dict[str, list[int]] = {}  # not returned yet
         self._ended: list[str] = []  # in this step
         self._max_model_len = max_model_len
@@ -63,15 +63,15 @@ class ContinuedRequests:
             request.sampling_params.min_tokens = max(parameters.min_tokens - len(tokens), 0)
         self._pending[request.request_id] = tokens
         if request.structured_output_request is not None:
-            self.before_grammar[request.request_id] = tokens
+            self.unseen_by_grammar[request.request_id] = tokens
 
     def advance_grammar(self, request: Request) -> None:
         """Let the grammar of a waiting request accept its first tokens, once it is compiled."""
-        tokens = self.before_grammar.get(request.request_id)
+        tokens = self.unseen_by_grammar.get(request.request_id)
         structured = request.structured_output_request
         if tokens is None or structured is None or not structured.is_grammar_ready:
             return
-        del self.before_grammar[request.request_id]
+        del self.unseen_by_grammar[request.request_id]
         if isinstance(structured.grammar, Exception):
             return
         error: Exception = ValueError("the grammar rejects the output so far")
@@ -85,6 +85,23 @@ class ContinuedRequests:
         rejected: Future[StructuredOutputGrammar] = Future()
         rejected.set_exception(error)
         structured.grammar = rejected
+
+    def return_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Put the first tokens before the first new one."""
+        if self._pending:
+            for of_client in outputs.values():
+                for output in of_client.outputs:
+                    if output.new_token_ids:
+                        self._prepend_tokens(output)
+        for request_id in self._ended:
+            self._pending.pop(request_id, None)
+            self.unseen_by_grammar.pop(request_id, None)
+            self.returned.pop(request_id, None)
+        self._ended.clear()
+
+    def end(self, request: Request) -> None:
+        if request.request_id in self._pending or request.request_id in self.returned:
+            self._ended.append(request.request_id)
 
     def _may_continue(self, request: Request, tokens: list[int]) -> bool:
         parameters = request.sampling_params
@@ -108,26 +125,13 @@ class ContinuedRequests:
         ended = structured.reasoning_ended
         return ended is not None and (ended or tokens <= MAX_REASONING_TOKENS)
 
-    def return_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Put the first tokens before the first new one."""
-        if self._pending:
-            for of_client in outputs.values():
-                for output in of_client.outputs:
-                    if output.new_token_ids:
-                        self._prepend_tokens(output)
-        for request_id in self._ended:
-            self._pending.pop(request_id, None)
-            self.before_grammar.pop(request_id, None)
-            self.returned.pop(request_id, None)
-        self._ended.clear()
-
     def _prepend_tokens(self, output: EngineCoreOutput) -> None:
         if tokens := self._pending.pop(output.request_id, None):
             output.new_token_ids = tokens + output.new_token_ids
             self.returned[output.request_id] = tokens
-            self._leave_out(len(tokens), output.prefill_stats)
+            self._exclude_from_usage(len(tokens), output.prefill_stats)
 
-    def _leave_out(self, tokens: int, stats: PrefillStats | None) -> None:
+    def _exclude_from_usage(self, tokens: int, stats: PrefillStats | None) -> None:
         """Count the prompt without these tokens, because the client's usage shows the counts."""
         if stats is None or stats.num_prompt_tokens < tokens:
             return
@@ -139,10 +143,6 @@ class ContinuedRequests:
         if hasattr(stats, "num_cache_creation_tokens"):  # not in every vLLM
             created = stats.num_cache_creation_tokens
             stats.num_cache_creation_tokens = min(created, left - local - external)
-
-    def end(self, request: Request) -> None:
-        if request.request_id in self._pending or request.request_id in self.returned:
-            self._ended.append(request.request_id)
 
 
 def output_so_far(request: Request) -> list[int]:
@@ -171,7 +171,7 @@ class ContinuationMixin(UpstreamScheduler):
         super().add_request(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        if self._continued is not None and self._continued.before_grammar:
+        if self._continued is not None and self._continued.unseen_by_grammar:
             self._continued.advance_grammar(request)
         return bool(super()._handle_blocked_waiting_request(request))
 

@@ -40,7 +40,7 @@ HEARTBEAT_S: Final = 1.0
 # A snapshot may take milliseconds of the engine's time.
 SNAPSHOT_PAUSE_S: Final = 0.5
 MAX_TOPIC_BYTES: Final = 64
-MAX_REQUESTED_SNAPSHOTS: Final = 256  # readers that wait for a snapshot
+MAX_REQUESTED_SNAPSHOTS: Final = 256
 
 
 def read_key(file: str | None) -> bytes | None:
@@ -62,10 +62,6 @@ def read_key(file: str | None) -> bytes | None:
     return key
 
 
-def is_snapshot(topic: bytes) -> bool:
-    return topic.startswith(SNAPSHOT) and len(topic) <= MAX_TOPIC_BYTES
-
-
 class Publisher:
     def __init__(self, endpoint: str, key: bytes | None, journal: Journal) -> None:
         self.lock = threading.RLock()
@@ -75,8 +71,8 @@ class Publisher:
         self._last_number = 0  # of the last step message
         self._unsent: SimpleQueue[tuple[int, StepMessage] | None] = SimpleQueue()
         self._sent_at = time.monotonic()
-        self._requested_snapshots: set[bytes] = set()  # topics of snapshots
-        self._snapshot_at = -SNAPSHOT_PAUSE_S
+        self._snapshot_topics: set[bytes] = set()  # requested, not sent yet
+        self._snapshot_sent_at = -SNAPSHOT_PAUSE_S
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode_name = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
         self._context = zmq.Context()
@@ -101,7 +97,7 @@ class Publisher:
         with self.lock:
             message = self.journal.pop_step(outputs)
             if message is not None and not self._stopped.is_set():
-                self._publish(message)
+                self._enqueue(message)
 
     def stop(self) -> None:
         """Close the socket soon, without waiting for it."""
@@ -113,7 +109,7 @@ class Publisher:
         self.stop()
         self._thread.join()
 
-    def _publish(self, message: StepMessage) -> None:
+    def _enqueue(self, message: StepMessage) -> None:
         self._last_number += 1
         self._unsent.put((self._last_number, message))
 
@@ -151,36 +147,40 @@ class Publisher:
 
     def _answer_readers(self, now: float) -> None:
         with self.lock:
-            if self._read_requests():
+            if self._read_messages():
                 self.publish_step()
             if now - self._sent_at >= HEARTBEAT_S:
-                self._publish(self.journal.pop_step() or EMPTY)
-            if not self._requested_snapshots or now - self._snapshot_at < SNAPSHOT_PAUSE_S:
+                self._enqueue(self.journal.pop_step() or EMPTY)
+            if not self._snapshot_topics or now - self._snapshot_sent_at < SNAPSHOT_PAUSE_S:
                 return
             self.publish_step()
             number, rows = self._last_number, self.journal.snapshot()
         payload = self._encode((self.journal.block_tokens, rows))
-        self._snapshot_at = now
-        for topic in self._requested_snapshots:
+        self._snapshot_sent_at = now
+        for topic in self._snapshot_topics:
             self._send(topic, number, payload)
-        self._requested_snapshots.clear()
+        self._snapshot_topics.clear()
 
-    def _read_requests(self) -> bool:
+    def _read_messages(self) -> bool:
         """Read subscriptions to snapshots, and names of requests; return whether names came."""
         named = False
         for _ in range(MAX_READ_PER_TICK):
             if not self._socket.poll(0):
                 break
             message: bytes = self._socket.recv(zmq.NOBLOCK)
-            kind, content = message[:1], message[1:]
+            kind, topic = message[:1], message[1:]
             if kind == NAME:
                 self._read_name(message)
                 named = True
             elif kind == UNSUBSCRIBE:
-                self._requested_snapshots.discard(content)
-            elif is_snapshot(content) and len(self._requested_snapshots) < MAX_REQUESTED_SNAPSHOTS:
-                self._requested_snapshots.add(content)
+                self._snapshot_topics.discard(topic)
+            elif self._may_request(topic):
+                self._snapshot_topics.add(topic)
         return named
+
+    def _may_request(self, topic: bytes) -> bool:
+        few = len(self._snapshot_topics) < MAX_REQUESTED_SNAPSHOTS
+        return few and topic.startswith(SNAPSHOT) and len(topic) <= MAX_TOPIC_BYTES
 
     def _read_name(self, message: bytes) -> None:
         if self._key is not None:

@@ -40,19 +40,18 @@ class StepChunks:
         if tokens <= 0 or request.has_encoder_inputs:
             self._chunk_tokens += max(tokens, 0)
             return tokens
-        runs = request.status == RUNNING
         granted = tokens
         # With one token to compute it is a decode, though vLLM may pad it for drafts.
-        if is_prompt := request.num_tokens - computed > 1:
+        if request.num_tokens - computed > 1:
             granted = self._least_grant(request, computed, tokens)
-        if self._blocks is not None and is_prompt:
-            granted = self._block_chunk(request, computed, tokens, granted, self._blocks)
-        if self._room is not None and runs:
-            granted = min(granted, self._room)
-            self._room -= granted
-        if request.num_computed_tokens and not runs:
-            # Other requests may wait for the blocks of this waiting request.
-            granted = max(granted, 1)
+            if self._blocks is not None:
+                granted = self._block_chunk(request, computed, tokens, granted, self._blocks)
+        if request.status is RUNNING:
+            if self._room is not None:
+                granted = min(granted, self._room)
+                self._room -= granted
+        elif request.num_computed_tokens:
+            granted = max(granted, 1)  # other requests may wait for its blocks
         if granted <= 0:
             self._admission.queue.stop_scan()
         self._chunk_tokens += granted
@@ -72,8 +71,7 @@ class StepChunks:
     def _block_chunk(
         self, request: Request, computed: int, tokens: int, granted: int, blocks: BlockChunks
     ) -> int:
-        step, runs = self._step, request.status == RUNNING
-        # Other requests may wait for the blocks of a waiting request.
+        step, runs = self._step, request.status is RUNNING
         holds_blocks = not runs and request.num_computed_tokens > 0
         room = self._room if runs and self._room is not None else tokens
         if step.budget < self._token_limit:

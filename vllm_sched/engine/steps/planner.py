@@ -152,15 +152,6 @@ class StepPlanner:
             scheduler, output, chunks, at=step.now, budget=step.budget, context_tokens=context
         )
 
-    def _loading_requests(self) -> list[Request]:
-        if not self.prefixes.tiers.have_lookups:
-            return []
-        return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
-
-    def _loaded_requests(self) -> list[Request]:
-        received = self._scheduler.finished_recving_kv_req_ids
-        return [r for r in self._loading_requests() if r.request_id in received] if received else []
-
     def record_departure(self, request: Request, now: float) -> None:
         self._num_departed += request.num_computed_tokens > 0
         self.classes.forget(request)
@@ -170,6 +161,15 @@ class StepPlanner:
             self._blocks.forget(request)
         for departed in self.hooks.departed:
             departed(request, now)
+
+    def _loading_requests(self) -> list[Request]:
+        if not self.prefixes.tiers.have_lookups:
+            return []
+        return [r for r in self._scheduler._inflight_prefills if r.status is LOADING]
+
+    def _loaded_requests(self) -> list[Request]:
+        received = self._scheduler.finished_recving_kv_req_ids
+        return [r for r in self._loading_requests() if r.request_id in received] if received else []
 
     def _has_room(self, request: Request, kv_free: float) -> bool:
         blocks = int(kv_free * self._kv_cache.blocks)
