@@ -95,16 +95,14 @@ def contender(
     role: str, side: Side, plan: ComparisonPlan, *, sharing: int = 2, trace: Path | None = None
 ) -> Contender:
     """Return a side with its worker, one of `sharing` workers that run at the same time."""
-    if trace is not None:
-        side, trace = engine_trace.with_tracing(side), engine_trace.path_of(trace, role)
     # By default a worker takes nearly the whole accelerator.
     share = [] if on_cpu() else ["--gpu-memory-utilization", f"{0.85 / sharing:.2f}"]
-    flags = [*share, *plan.workload.worker_flags]
-    facts = {"scheduler": side.name, "policies": side.settings}
-    env = None
+    flags, env = [*share, *plan.workload.worker_flags], None
     if trace is not None:
+        side, trace = engine_trace.with_tracing(side), engine_trace.path_of(trace, role)
         flags += trace_flags(side.extra)
         env = trace_variables(trace)
+    facts = {"scheduler": side.name, "policies": side.settings}
     started = worker(side, model=plan.model, flags=flags, name=role, env=env)
     return Contender(role, side.label, started, facts, trace=trace)
 

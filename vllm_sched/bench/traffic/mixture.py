@@ -27,9 +27,8 @@ class Mixture(TrafficSource):
             if not 0 < share < float("inf"):
                 raise UsageError(f"{name}: the share of {source.name} is {share:g}; give it > 0")
         names = [source.name for source, _ in parts]
-        for part_name in names:
-            if names.count(part_name) > 1:
-                raise UsageError(f"{name}: {part_name} is named twice; add the shares up")
+        if repeated := [part for part in names if names.count(part) > 1]:
+            raise UsageError(f"{name}: {repeated[0]} is named twice; add the shares up")
         whole = sum(share for _, share in parts)
         self.name = name
         self._sources = [source for source, _ in parts]

@@ -30,12 +30,10 @@ def with_sharing(
             index = rng.randrange(len(heads))
             group, head = heads[index]
             again = int(MAX_SHARED_PART * request.prompt_tokens)
-            if again <= head:
-                piece = (group, again)
-                shared += again
-            else:
+            piece = (group, again)
+            if again > head:
                 piece = heads[index] = (group, request.prompt_tokens)
-                shared += head
+            shared += min(again, head)
         else:
             piece = (f"{name}/{opened}", request.prompt_tokens)
             if len(heads) < MAX_OPEN_GROUPS:

@@ -59,6 +59,14 @@ class _Prompt:
         self.root, self.own_tokens = root, 0
         self.restarts += 1
 
+    def shrink_turn(self, new: int, output: int, limit: int) -> tuple[int, int]:
+        """Return the sizes of a turn that fit, without the prefix if it alone is too long."""
+        output = max(1, min(output, limit // 2))
+        new = max(1, min(new, limit - output - self.tokens))
+        if self.tokens + new + output > limit:
+            self.root, new = (), max(1, limit - output)
+        return new, output
+
 
 def _planned(
     session: Session, begin: Request, inherited: tuple[Piece, ...], limit: float
@@ -69,20 +77,15 @@ def _planned(
     turns = []
     for number, turn in enumerate(session.turns):
         new, output = turn.new_tokens, turn.output_tokens
-        compacts = turn.compacts and number > 0
-        if compacts:
+        if compacts := turn.compacts and number > 0:
             prompt.restart(session.shared)
-        cut = prompt.tokens + new + output > limit
-        restarts = cut or compacts or (own_begin and not number)
-        if cut and not compacts:
-            prompt.restart(session.shared)
+        if cut := prompt.tokens + new + output > limit:
+            if not compacts:
+                prompt.restart(session.shared)
+            new, output = prompt.shrink_turn(new, output, int(limit))
         if cut or compacts:
             context = min(context, prompt.tokens)
-        if cut:
-            output = max(1, min(output, int(limit) // 2))
-            new = max(1, min(new, int(limit) - output - prompt.tokens))
-            if prompt.tokens + new + output > limit:  # the shared prefix alone is too long
-                prompt.root, context, new = (), 0, max(1, int(limit) - output)
+        restarts = cut or compacts or (own_begin and not number)
         size = prompt.tokens + new
         prompt.own_tokens += new + output
         pieces = (*prompt.root, (f"{session.name}#{prompt.restarts}", prompt.own_tokens))

@@ -16,8 +16,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from vllm_sched.bench.traffic.sessions.conversation import first_request
 from vllm_sched.bench.traffic.traces import (
@@ -45,16 +46,21 @@ UNSUPPORTED: Final = ("orchestrator", "pre_session_spawns", "context_mode", "pay
 MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos")
 
 
-@dataclass(slots=True)
-class _Line:
+class _Fork(NamedTuple):
     name: str
-    line: int
+    fresh: bool
+
+
+@dataclass(slots=True)
+class _ReadSession:
+    name: str
+    line: int  # its first
     at: float | None
     klass: str
     tenant: str
     shared: tuple[Piece, ...] = ()
     turns: list[Turn] = field(default_factory=list)
-    forks: dict[int, list[tuple[str, bool]]] = field(default_factory=dict)  # by turn: name, fresh
+    forks: dict[int, list[_Fork]] = field(default_factory=dict)  # by turn
 
 
 def has_sessions(path: Path) -> bool:
@@ -76,7 +82,7 @@ class SessionTrace(TrafficFile):
 
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
         super().__init__(path, block_tokens)
-        self._lines: dict[str, _Line] = {}
+        self._sessions: dict[str, _ReadSession] = {}
         for _ in read_lines(path, self._read):
             pass
         roots = self._roots()
@@ -100,19 +106,19 @@ class SessionTrace(TrafficFile):
         name = read_text(entry, "session_id") or f"line {number}"
         if unsupported := [key for key in UNSUPPORTED if entry.get(key)]:
             raise BadLineError(f"{unsupported[0]} is not supported")
-        line = self._lines.get(name)
-        if "turns" in entry and line is not None:
-            raise BadLineError(f"session_id {name!r} is in line {line.line} too")
-        if line is None:
+        session = self._sessions.get(name)
+        if "turns" in entry and session is not None:
+            raise BadLineError(f"session_id {name!r} is in line {session.line} too")
+        if session is None:
             at = None if entry.get("timestamp") is None else read_milliseconds(entry, "timestamp")
             klass, tenant = read_text(entry, "class") or self.name, read_text(entry, "tenant")
-            line = self._lines[name] = _Line(name, number, at, klass, tenant)
+            session = self._sessions[name] = _ReadSession(name, number, at, klass, tenant)
         if "turns" in entry:
-            _add_turns(line, entry["turns"])
+            _add_turns(session, entry["turns"])
         else:
-            self._add_request(line, entry)
+            self._add_request(session, entry)
 
-    def _add_request(self, session: _Line, entry: dict[str, Any]) -> None:
+    def _add_request(self, session: _ReadSession, entry: dict[str, Any]) -> None:
         if "messages" in entry and entry.get("message_mode") != "delta":
             raise BadLineError("messages need message_mode delta; or give input_length")
         if "messages" in entry or "text_input" in entry:
@@ -126,47 +132,44 @@ class SessionTrace(TrafficFile):
             raise BadLineError("a later turn of a session takes delay, not timestamp")
         session.turns.append(_turn(entry, size))
 
-    def _roots(self) -> list[tuple[_Line, Session]]:
-        parents: dict[str, _Line] = {}
-        for line in self._lines.values():
-            for name, _ in (fork for forks in line.forks.values() for fork in forks):
-                if name not in self._lines:
-                    raise self._error(line, f"sub-agent {name!r} has no line of its own")
-                if name in parents:
-                    raise self._error(line, f"sub-agent {name!r} has more than one parent")
-                parents[name] = line
-        sessions: dict[str, Session] = {}
+    def _roots(self) -> list[tuple[_ReadSession, Session]]:
+        children: set[str] = set()
+        for parent in self._sessions.values():
+            for fork in chain.from_iterable(parent.forks.values()):
+                if fork.name not in self._sessions:
+                    raise self._error(parent, f"sub-agent {fork.name!r} has no line of its own")
+                if fork.name in children:
+                    raise self._error(parent, f"sub-agent {fork.name!r} has more than one parent")
+                children.add(fork.name)
+        made: dict[str, Session] = {}
         roots = [
-            (line, self._make_session(line, sessions, MAX_DEPTH))
-            for line in self._lines.values()
-            if line.name not in parents
+            (root, self._make_session(root, made, MAX_DEPTH))
+            for name, root in self._sessions.items()
+            if name not in children
         ]
-        for name, line in self._lines.items():
-            if name not in sessions:
-                raise self._error(line, f"session {name!r} is a sub-agent of itself")
+        for name, session in self._sessions.items():
+            if name not in made:
+                raise self._error(session, f"session {name!r} is a sub-agent of itself")
         return roots
 
-    def _make_session(self, line: _Line, sessions: dict[str, Session], depth: int) -> Session:
+    def _make_session(self, read: _ReadSession, made: dict[str, Session], depth: int) -> Session:
         if not depth:
-            raise self._error(line, f"sub-agents are nested deeper than {MAX_DEPTH} levels")
-        turns = [
-            replace(
-                turn,
-                forks=tuple(
-                    replace(self._make_session(self._lines[name], sessions, depth - 1), fresh=fresh)
-                    for name, fresh in line.forks.get(number, ())
-                ),
-            )
-            for number, turn in enumerate(line.turns)
-        ]
-        sessions[line.name] = Session(line.name, tuple(turns), line.shared)
-        return sessions[line.name]
+            raise self._error(read, f"sub-agents are nested deeper than {MAX_DEPTH} levels")
+        turns = []
+        for number, turn in enumerate(read.turns):
+            forks = [
+                replace(self._make_session(self._sessions[name], made, depth - 1), fresh=fresh)
+                for name, fresh in read.forks.get(number, ())
+            ]
+            turns.append(replace(turn, forks=tuple(forks)))
+        made[read.name] = Session(read.name, tuple(turns), read.shared)
+        return made[read.name]
 
-    def _error(self, line: _Line, text: str) -> UsageError:
-        return UsageError(f"{self._path}, line {line.line}: {text}")
+    def _error(self, session: _ReadSession, text: str) -> UsageError:
+        return UsageError(f"{self._path}, line {session.line}: {text}")
 
 
-def _add_turns(session: _Line, turns: Any) -> None:
+def _add_turns(session: _ReadSession, turns: Any) -> None:
     if not (isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)):
         raise BadLineError(f"turns is {turns!r:.60}; it must be a list of objects, at least one")
     if len(turns) > 1 and _is_system(turns[0]):
@@ -179,7 +182,7 @@ def _add_turns(session: _Line, turns: Any) -> None:
     for turn in turns:
         if session.turns and turn.get("timestamp") is not None:
             raise BadLineError("a later turn of a session takes delay, not timestamp")
-        forks = _names(turn, "forks", fresh=False) + _names(turn, "spawns", fresh=True)
+        forks = _forks(turn, "forks", fresh=False) + _forks(turn, "spawns", fresh=True)
         if forks:
             session.forks[len(session.turns)] = forks
         session.turns.append(_turn(turn, _size(_texts(turn))))
@@ -193,19 +196,17 @@ def _is_system(turn: dict[str, Any]) -> bool:
 def _turn(entry: dict[str, Any], size: int) -> Turn:
     key = next((key for key in OUTPUT_KEYS if entry.get(key) is not None), None)
     output = DEFAULT_OUTPUT_TOKENS if key is None else read_tokens(entry, key)
-    think = (
-        read_milliseconds(entry, "delay", MAX_DELAY_MS) if entry.get("delay") is not None else 0.0
-    )
-    return Turn(size, output, think)
+    waits = entry.get("delay") is not None
+    return Turn(size, output, read_milliseconds(entry, "delay", MAX_DELAY_MS) if waits else 0.0)
 
 
 def _texts(turn: dict[str, Any]) -> str:
     if media := [key for key in MEDIA if turn.get(key)]:
         raise BadLineError(f"{media[0]} is not supported in a turn; only text is")
-    texts = [turn.get("text"), turn.get("texts"), turn.get("messages")]
-    if texts.count(None) != len(texts) - 1:
+    texts = [turn[key] for key in ("text", "texts", "messages") if turn.get(key) is not None]
+    if len(texts) != 1:
         raise BadLineError("a turn must have one of text, texts and messages")
-    return "".join(_flat(next(text for text in texts if text is not None)))
+    return "".join(_flat(texts[0]))
 
 
 def _flat(value: Any) -> Iterator[str]:
@@ -227,8 +228,8 @@ def _size(text: str) -> int:
     return max(1, -(-len(text.encode(errors="replace")) // BYTES_PER_TOKEN))
 
 
-def _names(turn: dict[str, Any], key: str, *, fresh: bool) -> list[tuple[str, bool]]:
+def _forks(turn: dict[str, Any], key: str, *, fresh: bool) -> list[_Fork]:
     names = turn.get(key) or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise BadLineError(f"{key} is {names!r:.60}; it must be a list of session_ids")
-    return [(name, fresh) for name in names]
+    return [_Fork(name, fresh) for name in names]
