@@ -19,7 +19,7 @@ from tests.cli.fleet.test_transfer_checks import (
     written,
 )
 from vllm_sched.cli.fleet import fleet
-from vllm_sched.cli.fleet.transfer_checks import missing_connector
+from vllm_sched.cli.fleet.transfer_checks import unsupported_here
 from vllm_sched.workers import connectors, launch
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -108,5 +108,5 @@ def test_offloading_needs_an_accelerator(
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: on_cpu)
     config = fleet.read(written(tmp_path, entry("prefill", kv_offloading_size=2), DECODE))
-    found = [problem.path for problem in missing_connector(config)]
+    found = [problem.path for problem in unsupported_here(config)]
     assert ("workers[0].launch.kv_offloading_size" in found) == on_cpu

@@ -36,7 +36,7 @@ from vllm_sched.bench.compare.compare import (
 from vllm_sched.bench.compare.workloads import LONG, build
 from vllm_sched.cli.bench import compare as measuring
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
-from vllm_sched.cli.fleet.transfer_checks import missing_connector
+from vllm_sched.cli.fleet.transfer_checks import unsupported_here
 from vllm_sched.cli.fleet.up import assign_ports, make_worker
 from vllm_sched.cli.output import writing
 from vllm_sched.workers.connectors import ROLES
@@ -62,7 +62,7 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
         if worker.launch is None
     ]:
         raise ConfigError(str(arguments.fleet), problems)
-    if problems := [*missing_connector(config)]:
+    if problems := [*unsupported_here(config)]:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = ComparisonPlan(config.model, workload, arguments.rounds)

@@ -14,7 +14,7 @@ from proxy.config import Check, FleetConfig, PartialConfig, PoolConfig, WorkerCo
 from proxy.core.model.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, short_list
 from vllm_sched.cli.fleet.journals import journal_problems, with_journal
-from vllm_sched.cli.fleet.transfer_checks import compatibility_problems
+from vllm_sched.cli.fleet.transfer_checks import compatibility_problems, offloading_problems
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.workers.flags import stated_facts, with_config_file
@@ -47,7 +47,8 @@ def fleet_command(commands: Commands, name: str, what: str) -> argparse.Argument
 
 def read(path: Path, *more: Check) -> FleetConfig:
     """Return a fleet file's content, with its launch: blocks checked, which the router skips."""
-    config = load(path, also=[check_policies, compatibility_problems, journal_problems, *more])
+    transfers = (offloading_problems, compatibility_problems)
+    config = load(path, also=[check_policies, *transfers, journal_problems, *more])
     return config.model_copy(update={"workers": tuple(map(with_journal, config.workers))})
 
 

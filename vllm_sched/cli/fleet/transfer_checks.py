@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from proxy.config import FleetConfig, LaunchConfig, PartialConfig, TransferConfig, WorkerConfig
 from proxy.config.types import LAST_PORT
@@ -28,8 +28,8 @@ UNSET_VALUES = ("", "0", "false")  # values that mean "not set"
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedEnd:
-    """A prefill or decode worker that `up` starts, with its place in the fleet file."""
+class LaunchedWorker:
+    """A worker that `up` starts, with its place in the fleet file."""
 
     index: int
     worker: WorkerConfig
@@ -45,15 +45,10 @@ class LaunchedEnd:
 
 def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check that workers that hand over prompts to each other are compatible."""
-    yield from offloading_problems(draft)
     transfer = draft.config.transfer
     if transfer is None:
         return
-    ends = [
-        LaunchedEnd(index, worker, worker.launch)
-        for index, worker in draft.workers.items()
-        if worker.launch is not None and worker.role in connectors.ROLES
-    ]
+    ends = [end for end in _launched(draft) if end.worker.role in connectors.ROLES]
     if transfer.connector == "shared-storage":
         yield from _folder_problems(transfer, ends)
         for end in ends:
@@ -63,7 +58,7 @@ def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
     elif transfer.connector == "lmcache":
         yield from _store_problems(ends)
     yield from _side_port_problems(ends)
-    first_of: dict[str, LaunchedEnd] = {}
+    first_of: dict[str, LaunchedWorker] = {}
     for end in ends:
         yield from _own_config_problems(transfer, end)
         model = draft.config.model_of(end.worker)
@@ -72,8 +67,16 @@ def compatibility_problems(draft: PartialConfig) -> Iterator[Problem]:
             yield from _pair_problems(transfer, first, end, model)
 
 
+def _launched(draft: PartialConfig) -> list[LaunchedWorker]:
+    return [
+        LaunchedWorker(index, worker, worker.launch)
+        for index, worker in draft.workers.items()
+        if worker.launch is not None
+    ]
+
+
 def _pair_problems(
-    transfer: TransferConfig, first: LaunchedEnd, second: LaunchedEnd, served: str
+    transfer: TransferConfig, first: LaunchedWorker, second: LaunchedWorker, served: str
 ) -> Iterator[Problem]:
     """Refuse two workers of one served model that can't read each other's KV cache."""
     ours, theirs = (end.launch.model or served for end in (second, first))
@@ -101,8 +104,8 @@ def _pair_problems(
         )
 
 
-def _side_port_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
-    taken: dict[tuple[str, str], LaunchedEnd] = {}
+def _side_port_problems(ends: Sequence[LaunchedWorker]) -> Iterator[Problem]:
+    taken: dict[tuple[str, str], LaunchedWorker] = {}
     for end in ends:
         env, key = end.launch.env, f"env.{connectors.SIDE_PORT}"
         port = env.get(connectors.SIDE_PORT)
@@ -122,7 +125,7 @@ def _is_port(text: str) -> bool:
     return text.isdecimal() and len(text) <= MAX_PORT_DIGITS and 0 < int(text) <= LAST_PORT
 
 
-def _folder_problems(transfer: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+def _folder_problems(transfer: TransferConfig, ends: Sequence[LaunchedWorker]) -> Iterator[Problem]:
     if transfer.path is None and any(
         connectors.user_config(end.launch.args) is None for end in ends
     ):
@@ -133,7 +136,7 @@ def _folder_problems(transfer: TransferConfig, ends: Sequence[LaunchedEnd]) -> I
         )
 
 
-def _chunk_problems(end: LaunchedEnd) -> Iterator[Problem]:
+def _chunk_problems(end: LaunchedWorker) -> Iterator[Problem]:
     """Refuse chunked prompts, because shared storage keeps only the last chunk."""
     if end.launch.policies:
         yield end.problem(
@@ -157,7 +160,9 @@ def _chunk_problems(end: LaunchedEnd) -> Iterator[Problem]:
         )
 
 
-def _bootstrap_problems(transfer: TransferConfig, ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+def _bootstrap_problems(
+    transfer: TransferConfig, ends: Sequence[LaunchedWorker]
+) -> Iterator[Problem]:
     """Refuse prefill workers of Mooncake that decode workers would not find."""
     taken: dict[str, str] = {}
     for end in ends:
@@ -190,7 +195,7 @@ def _bootstrap_problems(transfer: TransferConfig, ends: Sequence[LaunchedEnd]) -
             )
 
 
-def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
+def _store_problems(ends: Sequence[LaunchedWorker]) -> Iterator[Problem]:
     """Refuse LMCache workers without a shared store, which would compute each prompt twice."""
     for end in ends:
         if connectors.user_config(end.launch.args) is not None:
@@ -204,19 +209,17 @@ def _store_problems(ends: Sequence[LaunchedEnd]) -> Iterator[Problem]:
             )
 
 
-def _own_config_problems(transfer: TransferConfig, end: LaunchedEnd) -> Iterator[Problem]:
+def _own_config_problems(transfer: TransferConfig, end: LaunchedWorker) -> Iterator[Problem]:
     own = connectors.user_config(end.launch.args)
-    if own is None:
-        return
     if own:
         for mismatch in _mismatches(transfer, end.worker, own):
             yield end.problem("args", f"{connectors.CONFIG_FLAG} with {mismatch}")
-        return
-    yield end.problem(
-        "args",
-        f"{connectors.CONFIG_FLAG} is not a JSON object with at least one key; leave the flag "
-        "out, or correct it",
-    )
+    elif own is not None:
+        yield end.problem(
+            "args",
+            f"{connectors.CONFIG_FLAG} is not a JSON object with at least one key; leave the flag "
+            "out, or correct it",
+        )
 
 
 def _mismatches(
@@ -267,9 +270,9 @@ def _kept_s(part: Mapping[str, Any]) -> float:
     return kept if isinstance(kept, (int, float)) else math.inf
 
 
-def missing_connector(config: FleetConfig) -> Iterator[Problem]:
-    """Yield a problem if launched workers need a connector that is not installed here."""
-    yield from unsupported_offloading(config)
+def unsupported_here(config: FleetConfig) -> Iterator[Problem]:
+    """Yield what launched workers need and the vLLM installed here lacks."""
+    yield from _unsupported_offloading(config)
     transfer = config.transfer
     if transfer is None:
         return
@@ -282,50 +285,46 @@ def missing_connector(config: FleetConfig) -> Iterator[Problem]:
         yield Problem("transfer", f"{transfer.connector!r}: {why}; {others}")
 
 
-FIELD: Final = "launch.kv_offloading_size"
-
-
 def offloading_problems(draft: PartialConfig) -> Iterator[Problem]:
     """Check `launch.kv_offloading_size` against other flags and the transfer."""
-    for index, worker in draft.workers.items():
-        if (settings := worker.launch) is None:
-            continue
-        transfer = draft.config.transfer if worker.role in connectors.ROLES else None
+    for launched in _launched(draft):
+        settings, is_end = launched.launch, launched.worker.role in connectors.ROLES
+        transfer = draft.config.transfer if is_end else None
         size = settings.kv_offloading_size
         flag = last_value(with_config_file(settings.args), connectors.OFFLOADING_FLAG)
         own = connectors.user_config(settings.args)
         replaced = (own or {}).get("kv_connector") not in connectors.SET_BY_OFFLOADING
         if flag is not None and (transfer is not None or size is not None or replaced):
             remedy = (
-                f"set {FIELD}: {flag} instead"
+                f"set launch.kv_offloading_size: {flag} instead"
                 if own is None
                 else f"put {connectors.OFFLOADING} into {connectors.CONFIG_FLAG} instead"
             )
-            yield Problem(
-                f"workers[{index}].launch.args",
+            yield launched.problem(
+                "args",
                 f"{connectors.OFFLOADING_FLAG} {flag}: vLLM would run only its offloading "
                 f"connector, and no other; {remedy}",
             )
         if size is None:
             continue
         if own is not None:
-            yield Problem(
-                f"workers[{index}].{FIELD}",
+            yield launched.problem(
+                "kv_offloading_size",
                 f"{size:g}: launch.args has {connectors.CONFIG_FLAG} too; leave one of the two out",
             )
         if transfer is not None and transfer.connector != "nixl":
-            yield Problem(
-                f"workers[{index}].{FIELD}",
+            yield launched.problem(
+                "kv_offloading_size",
                 f"{size:g}: transfer is {transfer.connector}, and only nixl is run together with "
                 "offloading; leave it out, or use nixl",
             )
 
 
-def unsupported_offloading(config: FleetConfig) -> Iterator[Problem]:
+def _unsupported_offloading(config: FleetConfig) -> Iterator[Problem]:
     for index, worker in enumerate(config.workers):
         if worker.launch and worker.launch.kv_offloading_size and launch.on_cpu():
             yield Problem(
-                f"workers[{index}].{FIELD}",
+                f"workers[{index}].launch.kv_offloading_size",
                 "the vLLM installed here is for CPUs, and vLLM offloads KV blocks only from "
                 "accelerators; leave it out",
             )

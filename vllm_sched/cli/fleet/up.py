@@ -21,7 +21,7 @@ from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.fleet.fleet import Commands, fleet_command, read
 from vllm_sched.cli.fleet.journals import launched_policies, tcp_address, with_journal
 from vllm_sched.cli.fleet.progress import Progress
-from vllm_sched.cli.fleet.transfer_checks import missing_connector
+from vllm_sched.cli.fleet.transfer_checks import unsupported_here
 from vllm_sched.cli.fleet.wiring import Wiring, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
@@ -124,7 +124,7 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             "workers", "no worker has a launch: block, so there is nothing to start; add one, or "
             "use `vllm-sched router`"
         )  # fmt: skip
-    yield from missing_connector(config)
+    yield from unsupported_here(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
         path = f"workers[{index}]"
