@@ -87,10 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in MEASURING_COMMANDS:
         signals = signals_as_interrupt()
     try:
-        with (
-            signals,
-            redirect_stdout(checked),
-        ):
+        with signals, redirect_stdout(checked):
             try:
                 return _run(argv)
             finally:

@@ -159,7 +159,7 @@ def test_calibration_file_sets_sizes_and_front_time(tmp_path: Path) -> None:
     source, workers = tmp_path / "fleet.yaml", [{"name": "w0", "profile": "cost.json"}]
     config = FleetConfig.model_validate({"model": "m", "workers": workers})
     assert worker_models(config, source)["w0"].front_s == 0.004
-    assert worker_models(config, source, AssumedWorker(front_s=0.0))["w0"].front_s == 0.0
+    assert worker_models(config, source, AssumedWorker(front_ms=0.0))["w0"].front_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from vllm_sched.cli.output import Output, require_folders
 from vllm_sched.cli.progress_bar import progress
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.fleet.models import to_si
+from vllm_sched.sim.fleet.models import AssumedWorker
 from vllm_sched.sim.planning import plan as planning
 from vllm_sched.sim.planning.fleet_file import write
 from vllm_sched.sim.planning.fleet_shapes import POLICIES
@@ -88,7 +88,8 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run_plan(args: argparse.Namespace) -> int:
     """Run the command; Ctrl-C shows and saves the best fleet so far."""
     _check(args)
-    machines = planning.machines_of(args.profile, *to_si(args.bandwidth, args.mixed_ms))
+    assumed = AssumedWorker(gb_per_s=args.bandwidth, mixed_ms=args.mixed_ms)
+    machines = planning.machines_of(args.profile, assumed)
     question = PlanQuestion(
         source=find(args.workload, block_tokens=args.block_tokens),
         machine=machines[0],

@@ -74,7 +74,7 @@ def show(console: Output, plan: FleetPlan, args: argparse.Namespace) -> None:
             "to the file",
             "yellow",
         )
-    for line in _judged_by(plan, args):
+    for line in (*_judged_by(plan), *_check_by_hand(plan, args)):
         console.print_text(line)
 
 
@@ -136,8 +136,8 @@ def chart_of(plan: FleetPlan) -> Chart:
     )
 
 
-def _judged_by(plan: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
-    """Yield lines on how the fleets were judged, and the command that checks the best."""
+def _judged_by(plan: FleetPlan) -> Iterator[str]:
+    """Yield lines on how the fleets were judged."""
     question = plan.question
     if not plan.is_exact:
         of_trace = isinstance(question.source, Sampled)
@@ -164,11 +164,16 @@ def _judged_by(plan: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
             "order and rates are from vLLM's own schedulers (the exact engine), with one more "
             "draw; those for a worker more or fewer are plain, with the same correction"
         )
+
+
+def _check_by_hand(plan: FleetPlan, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the command that checks the best fleet, unless it was checked."""
+    if plan.is_exact:
         return
     fleet = args.save or "FLEET.yaml"
     command = ["vllm-sched", "simulate", str(fleet), *simulate_options(args, plan, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
-    what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
+    what = " and the trace's first lines" if isinstance(plan.question.source, Sampled) else ""
     scope = " for all fleets" if plan.exact else ""
     yield (
         f"vLLM's own schedulers were not used{scope}; to play the best fleet with "

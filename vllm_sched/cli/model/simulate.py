@@ -39,7 +39,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import ExactEngine, require_vllm
 from vllm_sched.sim.engines.policy_effects import declared_effects
 from vllm_sched.sim.fleet.fleet import TIMEOUT_S, PlayedFleet, SimulatedFleet
-from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, to_si, worker_models
+from vllm_sched.sim.fleet.models import GPU_BANDWIDTH, AssumedWorker, worker_models
 from vllm_sched.sim.types import MakeEngine, WorkerModel
 
 EXACT, FLUID = "exact", "fluid"
@@ -193,10 +193,11 @@ def run_simulate(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> SimulationInput:
     config = fleet_file.read(args.fleet)
     _check_numbers(args)
-    front_s = None if args.front_ms is None else args.front_ms / 1000
-    bandwidth, mixed_s = to_si(args.bandwidth, args.mixed_ms)
     assumed = AssumedWorker(
-        profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s
+        profile=args.profile,
+        front_ms=args.front_ms,
+        gb_per_s=args.bandwidth,
+        mixed_ms=args.mixed_ms,
     )
     if args.profile is not None and config.workers and all(w.profile for w in config.workers):
         raise UsageError(

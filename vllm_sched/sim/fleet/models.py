@@ -37,6 +37,8 @@ DEFAULT_SIZES: Final[Mapping[str, int]] = {
 # assumed to have one such link per GPU.
 PUBLISHED_BANDWIDTH: Final = 87e9
 GPU_BANDWIDTH: Final = PUBLISHED_BANDWIDTH / 4
+TRANSFER_SETUP_S: Final = 0.002
+PIECE_S: Final = (0.174 - 313e6 / PUBLISHED_BANDWIDTH) / 40_000
 CHUNK_LIMIT: Final = "--long-prefill-token-threshold"
 # Flags that the simulation uses.
 SIMULATED_FLAGS: Final = frozenset((
@@ -73,8 +75,6 @@ HARMLESS_FLAGS: Final = frozenset((
     "--tool-call-parser", "--tool-parser-plugin", "--trust-remote-code", "--uds",
     "--uvicorn-log-level",
 ))  # fmt: skip
-TRANSFER_SETUP_S: Final = 0.002
-PIECE_S: Final = (0.174 - 313e6 / PUBLISHED_BANDWIDTH) / 40_000
 
 
 def transfer_of(gpus: int, bandwidth: float | None = None) -> TransferTime:
@@ -84,17 +84,30 @@ def transfer_of(gpus: int, bandwidth: float | None = None) -> TransferTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedWorker:
+    """What is taken in place of a profile's figures; None = as measured."""
+
     profile: str | None = None  # for workers without a profile
-    front_s: float | None = None  # None = as measured
-    bandwidth: float | None = None  # of each worker's link, bytes/s
-    mixed_s: float | None = None  # extra seconds of a mixed step
+    front_ms: float | None = None
+    gb_per_s: float | None = None  # of each worker's link
+    mixed_ms: float | None = None  # extra time of a mixed step
+
+    def apply_to(self, model: WorkerModel) -> WorkerModel:
+        if self.front_ms is not None:
+            model = replace(model, front_s=self.front_ms / 1000)
+        if self.gb_per_s is not None:
+            model = replace(model, transfer=transfer_of(model.gpus, self.gb_per_s * 1e9))
+        if self.mixed_ms is not None:
+            model = replace(model, time=replace(model.time, mixed_s=self.mixed_ms / 1000))
+        return model
+
+
+AS_MEASURED: Final = AssumedWorker()
 
 
 def worker_models(
-    config: FleetConfig, source: Path, assumed: AssumedWorker | None = None
+    config: FleetConfig, source: Path, assumed: AssumedWorker = AS_MEASURED
 ) -> dict[str, WorkerModel]:
     """Return the worker models by name; `source` is the fleet file's path."""
-    assumed = assumed or AssumedWorker()
     problems: list[Problem] = []
     models: dict[str, WorkerModel] = {}
     if config.discovery is not None:
@@ -225,33 +238,16 @@ def model_of(
             flags, f"{CHUNK_LIMIT[2:]}-adaptive", machine.longest_chunk_adapts
         ),
         transfers=config.transfer is not None and worker.role in ROLES,
-        front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=launch.policies,
         unread=(*_ignored_flags(flags, machine.flags), *_ignored_settings(worker, launch)),
     )
-    model = with_assumed(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
         raise UsageError(
             f"its KV cache holds {model.kv_tokens:,} tokens, less than one request of "
             f"max_model_len {model.max_model_len:,}: vLLM would not start; give a smaller "
             "max_model_len"
         )
-    return model
-
-
-def to_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None, float | None]:
-    return (
-        None if bandwidth is None else bandwidth * 1e9,
-        None if mixed_ms is None else mixed_ms / 1000,
-    )
-
-
-def with_assumed(model: WorkerModel, bandwidth: float | None, mixed_s: float | None) -> WorkerModel:
-    if bandwidth is not None:
-        model = replace(model, transfer=transfer_of(model.gpus, bandwidth))
-    if mixed_s is not None:
-        model = replace(model, time=replace(model.time, mixed_s=mixed_s))
-    return model
+    return assumed.apply_to(model)
 
 
 def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:

@@ -17,7 +17,7 @@ from vllm_sched.bench.compare.report import format_count
 from vllm_sched.bench.traffic.schedule import MAX_REQUESTS
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.engines.exact_engine import require_vllm
-from vllm_sched.sim.fleet.models import of_profile, with_assumed
+from vllm_sched.sim.fleet.models import AS_MEASURED, AssumedWorker, of_profile
 from vllm_sched.sim.planning.capacity_bound import Capacity
 from vllm_sched.sim.planning.exact_check import ExactProof, rank_exactly
 from vllm_sched.sim.planning.machine_choice import (
@@ -78,12 +78,10 @@ class FleetPlan:
         return served.shape.gpus(*self.question.machines)
 
 
-def machines_of(
-    profiles: Sequence[str], bandwidth: float | None = None, mixed_s: float | None = None
-) -> list[WorkerModel]:
+def machines_of(profiles: Sequence[str], assumed: AssumedWorker = AS_MEASURED) -> list[WorkerModel]:
     """Return the machines of profiles; `model=M,system=S` names one for each tp and dtype."""
     names = dict.fromkeys(name for profile in profiles for name in named_by(profile))
-    return [with_assumed(of_profile(name), bandwidth, mixed_s) for name in names]
+    return [assumed.apply_to(of_profile(name)) for name in names]
 
 
 @dataclass(slots=True)
