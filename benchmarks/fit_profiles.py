@@ -17,8 +17,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,11 @@ def table_row(name: str, errors: dict[Any, profile_fit.FitError]) -> str:
     return f"{name:36}{'  '.join(shown)}{'  MISSES ' + ', '.join(off) if off else ''}"
 
 
+def keys_of(system: str) -> Iterator[ProfileKey]:
+    for model, dtype, tp in product(source.MODELS, source.DTYPES, source.SIZES):
+        yield ProfileKey(model, system, dtype, tp)
+
+
 def fit_system(system: str, date: str) -> dict[str, Any]:
     """Fit every model, dtype and number of GPUs of a system."""
     profiles: dict[ProfileKey, Profile] = {}
@@ -81,16 +88,13 @@ def fit_system(system: str, date: str) -> dict[str, Any]:
         missing.append({**key._asdict(), "why": why})
         print(f"{key.name:36}left out: {why}", flush=True)
 
-    for model in source.MODELS:
-        for dtype in source.DTYPES:
-            for tp in source.SIZES:
-                key = ProfileKey(model, system, dtype, tp)
-                try:
-                    profiles[key] = source.profile_of(key)
-                except source.UnsupportedProfileError as error:
-                    leave_out(key, str(error).split(";")[0])
-                    continue
-                print(table_row(key.name, dict(profiles[key].errors)), flush=True)
+    for key in keys_of(system):
+        try:
+            profiles[key] = source.profile_of(key)
+        except source.UnsupportedProfileError as error:
+            leave_out(key, str(error).split(";")[0])
+            continue
+        print(table_row(key.name, dict(profiles[key].errors)), flush=True)
     for key in [key for key in profiles if key.dtype == source.FP8]:
         full = profiles.get(key._replace(dtype=source.BF16))
         if full is None:
@@ -121,17 +125,13 @@ def fit_system(system: str, date: str) -> dict[str, Any]:
 def baseline(systems: list[str]) -> None:
     """Print the errors of the linear form on the same steps."""
     profile_fit.KNOTS = (0, 1)  # type: ignore[assignment]  # a curve of one line
-    for system in systems:
-        for model in source.MODELS:
-            for dtype in source.DTYPES:
-                for tp in source.SIZES:
-                    key = ProfileKey(model, system, dtype, tp)
-                    try:
-                        profile = source.profile_of(key)
-                    except source.UnsupportedProfileError:
-                        continue
-                    assert isinstance(profile.time, CurvedStepTime)
-                    print(table_row(key.name, dict(profile.errors)), flush=True)
+    for key in chain.from_iterable(map(keys_of, systems)):
+        try:
+            profile = source.profile_of(key)
+        except source.UnsupportedProfileError:
+            continue
+        assert isinstance(profile.time, CurvedStepTime)
+        print(table_row(key.name, dict(profile.errors)), flush=True)
 
 
 def differing(system: str) -> list[str]:

@@ -175,62 +175,81 @@ async def stream(
     return Streamed((text, reason, used), pause_s, until)
 
 
-async def play(
-    client: openai.AsyncOpenAI,
-    prompts: Sequence[dict[str, Any]],
-    whole: Sequence[Streamed],
-    tokens: int,
-    tally: Tally,
-    numbers: count[int],
-) -> None:
-    """Send one stream after the other, and compare each with the one without kills."""
-    while not tally.over:
-        number = next(numbers)
-        request_id, which = f"killed-{number}", number % len(prompts)
-        streamed = await stream(client, prompts[which], tokens, request_id)
-        if streamed.error:
-            tally.ends[FAILED] += 1
-            tally.errors[streamed.error] += 1
-            continue
-        tally.ends[EQUAL if streamed.answer == whole[which].answer else DIFFERENT] += 1
-        tally.streams[request_id] = streamed
+@dataclass(slots=True)
+class Trial:
+    """The clients of a router, and the relays that are killed behind it."""
 
+    args: argparse.Namespace
+    ports: Sequence[Ports]
+    relays: list[asyncio.subprocess.Process]
+    port: int  # of the router
+    admin: int
+    client: openai.AsyncOpenAI
+    tally: Tally = field(default_factory=Tally)
 
-async def note_decisions(admin: int, tally: Tally) -> None:
-    rows = await fetch(f"http://127.0.0.1:{admin}/admin/decisions?limit=200")
-    tally.decisions |= {row["id"]: row for row in json.loads(rows)}
+    async def run(self) -> None:
+        await wait_both_usable(self.port)
+        prompts, numbers = make_prompts(self.args), count()
+        whole = await self._play_whole(prompts)
+        plays = (self._play(prompts, whole, numbers) for _ in range(self.args.clients))
+        await asyncio.gather(self._kill(), *plays)
+        await self._note_decisions()
 
+    async def _play_whole(self, prompts: Sequence[dict[str, Any]]) -> list[Streamed]:
+        """Return the stream of each prompt without kills."""
+        whole: list[Streamed] = []
+        for at in range(0, len(prompts), self.args.clients):
+            sent = (
+                stream(self.client, prompt, self.args.tokens, f"whole-{at}-{n}")
+                for n, prompt in enumerate(prompts[at : at + self.args.clients])
+            )
+            whole += await asyncio.gather(*sent)
+        if errors := [streamed.error for streamed in whole if streamed.error]:
+            raise RuntimeError(errors[0])
+        return whole
 
-async def kill(
-    relays: list[asyncio.subprocess.Process],
-    ports: Sequence[Ports],
-    args: argparse.Namespace,
-    port: int,
-    admin: int,
-    tally: Tally,
-) -> None:
-    """Kill one relay after the other at random moments."""
-    rng = random.Random(args.seed)
-    until = time.monotonic() + 60 * args.minutes
-    try:
-        while len(tally.kills) < args.kills and time.monotonic() < until:
-            await wait_both_usable(port)
-            await asyncio.sleep(rng.uniform(0, 2 * args.every))
-            which = rng.randrange(len(relays))
-            relays[which].kill()
-            tally.kills.append(time.monotonic())
-            await relays[which].wait()
-            await asyncio.sleep(DOWN_S)
-            relays[which] = await start_relay(ports[which])
-            await note_decisions(admin, tally)
-    finally:
-        tally.over = True
+    async def _play(
+        self, prompts: Sequence[dict[str, Any]], whole: Sequence[Streamed], numbers: count[int]
+    ) -> None:
+        """Send one stream after the other, and compare each with the one without kills."""
+        tally = self.tally
+        while not tally.over:
+            number = next(numbers)
+            request_id, which = f"killed-{number}", number % len(prompts)
+            streamed = await stream(self.client, prompts[which], self.args.tokens, request_id)
+            if streamed.error:
+                tally.ends[FAILED] += 1
+                tally.errors[streamed.error] += 1
+                continue
+            tally.ends[EQUAL if streamed.answer == whole[which].answer else DIFFERENT] += 1
+            tally.streams[request_id] = streamed
+
+    async def _kill(self) -> None:
+        """Kill one relay after the other at random moments."""
+        args, tally, rng = self.args, self.tally, random.Random(self.args.seed)
+        until = time.monotonic() + 60 * args.minutes
+        try:
+            while len(tally.kills) < args.kills and time.monotonic() < until:
+                await wait_both_usable(self.port)
+                await asyncio.sleep(rng.uniform(0, 2 * args.every))
+                which = rng.randrange(len(self.relays))
+                self.relays[which].kill()
+                tally.kills.append(time.monotonic())
+                await self.relays[which].wait()
+                await asyncio.sleep(DOWN_S)
+                self.relays[which] = await start_relay(self.ports[which])
+                await self._note_decisions()
+        finally:
+            tally.over = True
+
+    async def _note_decisions(self) -> None:
+        rows = await fetch(f"http://127.0.0.1:{self.admin}/admin/decisions?limit=200")
+        self.tally.decisions |= {row["id"]: row for row in json.loads(rows)}
 
 
 async def measure(args: argparse.Namespace) -> tuple[Tally, str]:
     """Return what the clients saw, and the router's metrics."""
     ports, port, admin, up_admin = [Ports(), Ports()], free_port(), free_port(), free_port()
-    prompts, tally = make_prompts(args), Tally()
     engines = engines_file(ports, up_admin, caches=not args.no_caches)
     relays = [await start_relay(worker_ports) for worker_ports in ports]
     try:
@@ -242,25 +261,9 @@ async def measure(args: argparse.Namespace) -> tuple[Tally, str]:
                     base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
                 ) as client,
             ):
-                await wait_both_usable(port)
-                whole: list[Streamed] = []
-                for at in range(0, len(prompts), args.clients):
-                    batch = prompts[at : at + args.clients]
-                    sent = (
-                        stream(client, prompt, args.tokens, f"whole-{at}-{n}")
-                        for n, prompt in enumerate(batch)
-                    )
-                    whole += await asyncio.gather(*sent)
-                if errors := [streamed.error for streamed in whole if streamed.error]:
-                    raise RuntimeError(errors[0])
-                numbers = count()
-                clients = (
-                    play(client, prompts, whole, args.tokens, tally, numbers)
-                    for _ in range(args.clients)
-                )
-                await asyncio.gather(kill(relays, ports, args, port, admin, tally), *clients)
-                await note_decisions(admin, tally)
-                return tally, await fetch(f"http://127.0.0.1:{port}/metrics")
+                trial = Trial(args, ports, relays, port, admin, client)
+                await trial.run()
+                return trial.tally, await fetch(f"http://127.0.0.1:{port}/metrics")
     finally:
         for relay in relays:
             relay.kill()
@@ -320,11 +323,8 @@ def report(console: Console, tally: Tally, page: str) -> None:
         own = [rows[name]["predicted_ttft_s"] for name in names]
         of_all = [together[kill_of(tally, name)] for name in names]
         for what, predicted in (("its own", own), ("all that moved with it", of_all)):
-            shares = [
-                pause / prefill_s
-                for pause, prefill_s in zip(pauses, predicted, strict=True)
-                if prefill_s
-            ]
+            pairs = zip(pauses, predicted, strict=True)
+            shares = [pause / prefill_s for pause, prefill_s in pairs if prefill_s]
             console.print(f"... over the predicted prefill of {what}: {quantiles(shares, 'x')}")
     others = [name for name, row in rows.items() if not row["left_workers"]]
     longest = [tally.streams[name].pause_s for name in others]

@@ -19,9 +19,11 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from itertools import product
+from operator import truediv
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -64,15 +66,21 @@ TAKEN, FREE, LITTLE = ("taken", "free, no KV", "taken, little KV")
 LORAS, GRAMMARS, LOOKUPS = SKIPPED = (
     "LoRA slots full", "grammars compiling", "look-ups pending"
 )  # fmt: skip
-SLOTS = (TAKEN, FREE, LITTLE, *SKIPPED)
+SCENES = (TAKEN, FREE, LITTLE, *SKIPPED)
 # Upstream skips each waiting request in each step: with more, a run takes minutes.
 MAX_SKIPPED = 1_000
 MAX_LORAS, WAITING_ADAPTERS = 2, 8
 # Fewer blocks than the running requests may need, enough for the next step.
 LITTLE_KV_BLOCKS = 400
+WARM_UP_STEPS = 5
 
 
-def make_loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAKEN) -> Any:
+class StepSeconds(NamedTuple):
+    schedule: float
+    whole: float  # with `update_from_output()`
+
+
+def make_loaded(kind: type, policies: Policies | None, waiting: int, scene: str = TAKEN) -> Any:
     """Return a scheduler with 256 running and some waiting requests."""
     decode_tokens = 8
     decodes = (RUNNING - 1) * -(-(decode_tokens + 2000) // BLOCK)
@@ -86,7 +94,7 @@ def make_loaded(kind: type, policies: Policies | None, waiting: int, slots: str 
         scheduler_reserve_full_isl=True,
     )
     # Two priority classes, so that lanes sort the running requests.
-    better = -1 if slots == LITTLE else 0
+    better = -1 if scene == LITTLE else 0
     for number in range(RUNNING - 1):
         priority = better if number % 2 else 0
         scheduler.add_request(make_request(decode_tokens, output=2000, priority=priority))
@@ -94,7 +102,7 @@ def make_loaded(kind: type, policies: Policies | None, waiting: int, slots: str 
     while len(scheduler.running) < RUNNING:
         take_step(scheduler)
     take_step(scheduler)
-    if slots == FREE:
+    if scene == FREE:
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 2 * RUNNING
         pool = scheduler.kv_cache_manager.block_pool
         needed = decodes + 131_072 // BLOCK  # enough for running requests, none for others
@@ -152,37 +160,37 @@ def limit_free_blocks(scheduler: Any, reserve: list[Any]) -> None:
         del reserve[excess:]
 
 
-def take_step(scheduler: Any) -> tuple[float, float]:
-    """Run one step; return the seconds of `schedule()`, and with `update_from_output()`."""
+def take_step(scheduler: Any) -> StepSeconds:
     start = time.process_time()
     output = scheduler.schedule()
     took = time.process_time() - start
     answered = answer(scheduler, output)
     start = time.process_time()
     scheduler.update_from_output(output, answered)
-    return took, took + time.process_time() - start
+    return StepSeconds(took, took + time.process_time() - start)
 
 
 def measure(
-    kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, slots: str
-) -> tuple[list[float], list[float]]:
-    """Return the median seconds of both sides, as `take_step` measures them."""
-    make = make_skipping if slots in SKIPPED else make_loaded
-    schedulers = [
-        make(kind, side_policies, waiting, slots)
-        for kind, side_policies in zip(kinds, (None, policies), strict=True)
-    ]
+    kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, scene: str
+) -> list[StepSeconds]:
+    """Return the median times of both sides."""
+    make = make_skipping if scene in SKIPPED else make_loaded
+    theirs, ours = kinds
+    schedulers = make(theirs, None, waiting, scene), make(ours, policies, waiting, scene)
     reserves: list[list[Any]] = [[], []]
-    times: list[list[tuple[float, float]]] = [[], []]
+    times: list[list[StepSeconds]] = [[], []]
     for number in range(steps):
         for side in (0, 1) if number % 2 else (1, 0):
-            if slots == LITTLE:
+            if scene == LITTLE:
                 limit_free_blocks(schedulers[side], reserves[side])
             times[side].append(take_step(schedulers[side]))
     assert all(len(scheduler.running) == RUNNING for scheduler in schedulers)
     assert all(len(scheduler.waiting) == waiting for scheduler in schedulers)
-    calls, wholes = ([[step[i] for step in side[5:]] for side in times] for i in (0, 1))
-    return [statistics.median(side) for side in calls], [statistics.median(s) for s in wholes]
+    return [medians(side[WARM_UP_STEPS:]) for side in times]
+
+
+def medians(times: Sequence[StepSeconds]) -> StepSeconds:
+    return StepSeconds(*map(statistics.median, zip(*times, strict=True)))
 
 
 def main() -> None:
@@ -192,38 +200,30 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[10, 1_000, 10_000])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["long_prompt", *EVERY])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
+    parser.add_argument("--slots", nargs="+", choices=SCENES, default=list(SCENES))
     arguments = parser.parse_args()
-
     console = Console()
     table = Table(
         *("policies", "scheduler", "slots", "waiting", "upstream us", "ours us", "ratio"),
         "ratio of whole steps",
     )
     gc.disable()
-    for label in arguments.sets:
-        for name in arguments.kinds:
-            for slots in arguments.slots:
-                for waiting in arguments.waiting:
-                    if slots in SKIPPED and waiting > MAX_SKIPPED:
-                        continue
-                    rounds = []
-                    for _ in range(arguments.rounds):
-                        rounds.append(
-                            measure(KINDS[name], SETS[label], waiting, arguments.steps, slots)
-                        )
-                        gc.collect()
-                    calls, wholes = zip(*rounds, strict=True)
-                    theirs, ours = (statistics.median(side) for side in zip(*calls, strict=True))
-                    ratio, whole = (
-                        statistics.median(mine / other for other, mine in times)
-                        for times in (calls, wholes)
-                    )
-                    table.add_row(
-                        label, name, slots, f"{waiting:,}", f"{theirs * 1e6:.0f}",
-                        f"{ours * 1e6:.0f}", f"{ratio:.2f}", f"{whole:.2f}",
-                    )  # fmt: skip
-                    console.print(".", end="")
+    cases = product(arguments.sets, arguments.kinds, arguments.slots, arguments.waiting)
+    for label, name, scene, waiting in cases:
+        if scene in SKIPPED and waiting > MAX_SKIPPED:
+            continue
+        rounds = []
+        for _ in range(arguments.rounds):
+            rounds.append(measure(KINDS[name], SETS[label], waiting, arguments.steps, scene))
+            gc.collect()
+        theirs, ours = map(medians, zip(*rounds, strict=True))
+        ratios = [StepSeconds(*map(truediv, mine, other)) for other, mine in rounds]
+        table.add_row(
+            label, name, scene, f"{waiting:,}",
+            *(f"{side.schedule * 1e6:.0f}" for side in (theirs, ours)),
+            *(f"{ratio:.2f}" for ratio in medians(ratios)),
+        )  # fmt: skip
+        console.print(".", end="")
     console.print()
     console.print(table)
 
