@@ -206,15 +206,19 @@ class Lanes(Policy):
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         shares = self._shares
         shares.begin_chunk()
-        if is_released := self._is_released(request):
+        if self._is_released(request):
             left = shares.remaining("overdue", self._share_of_overdue)
             tokens = shares.charge("overdue", min(tokens, left))
-        if is_released or self.lane(request) != BATCH:
-            return self._chunk_of_others(request, tokens)
-        is_release = self._overdue.is_next_release(request.request_id)
-        if is_release or self.rank(request) < LANE_PLACES[BATCH]:
+        elif self.lane(request) == BATCH:
+            return self._chunk_of_batch(request, tokens)
+        return self._chunk_of_others(request, tokens)
+
+    def _chunk_of_batch(self, request: RequestView, tokens: int) -> int:
+        enters_first = self._overdue.will_be_released(request.request_id)
+        if enters_first or self.rank(request) < LANE_PLACES[BATCH]:
             return tokens
-        return shares.charge("batch", min(tokens, shares.remaining("batch", self._share_of_batch)))
+        left = self._shares.remaining("batch", self._share_of_batch)
+        return self._shares.charge("batch", min(tokens, left))
 
     def _chunk_of_others(self, request: RequestView, tokens: int) -> int:
         shares = self._shares
@@ -272,7 +276,7 @@ class Lanes(Policy):
         lane = self.lane(head)
         if lane == URGENT:
             self._shares.limited_ranks = LANE_PLACES[URGENT], math.inf
-        elif self._overdue.is_next_release(head.request_id):
+        elif self._overdue.will_be_released(head.request_id):
             self._shares.limited_ranks = OVERDUE, LANE_PLACES[lane]
         room = max(step.budget - step.decode_tokens, 0)
         return room - min(step.tokens_left(head), room // 2)

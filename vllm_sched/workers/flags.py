@@ -17,6 +17,7 @@ import yaml
 
 from vllm_sched.policies.types import EngineFacts
 
+CONFIG_FLAG: Final = "--config"
 SHORT_NAMES: Final[Mapping[str, str]] = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local",
@@ -123,9 +124,6 @@ def _json(text: str, otherwise: Any = None) -> Any:
         return json.loads(text)
     except ValueError:
         return otherwise
-
-
-CONFIG_FLAG: Final = "--config"
 
 
 def with_config_file(args: Sequence[str]) -> list[str]:

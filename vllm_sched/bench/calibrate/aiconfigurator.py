@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
@@ -52,6 +53,12 @@ USUAL_DECODES: Final = [StepShape(decodes=b, context_tokens=1024 * b) for b in (
 # vLLM's server defaults by GPU.
 SMALL_DEFAULTS: Final = {"a100": (2048, 256)}
 DEFAULTS: Final = (8192, 1024)
+SHORTER: Final = {
+    "no KV budget": "the model does not fit in the memory",
+    "missing system flops": "the GPU has no kernels for this dtype",
+    "should be divisible": "the model cannot be divided by this number of GPUs",
+    "Invalid quantized MoE configuration": "the experts' blocks cannot be divided so",
+}
 
 
 class UnsupportedProfileError(UsageError):
@@ -138,16 +145,16 @@ def profile_of(key: ProfileKey) -> Profile:
     """Sample the source for a worker and fit the step time; takes a few seconds."""
     _check(key)
     why: list[str] = []
-    profiles: list[Profile] = []
+    fitted: list[Profile] = []
     for checkpoint in _checkpoints(key):
         for experts in _expert_layouts(checkpoint, key.tp):
             try:
-                profiles.append(_profile(key, checkpoint, experts))
+                fitted.append(_profile(key, checkpoint, experts))
                 break
             except UnsupportedProfileError as error:
                 why.append(str(error))
-    if profiles:
-        return min(profiles, key=lambda profile: sum(map(profile.time.seconds, USUAL_DECODES)))
+    if fitted:
+        return min(fitted, key=lambda profile: sum(map(profile.time.seconds, USUAL_DECODES)))
     raise UnsupportedProfileError(why[0] if why else "there is no checkpoint of this dtype")
 
 
@@ -163,17 +170,18 @@ def valid_values(key: ProfileKey) -> str:
 
 
 def _sizes_with_data(key: ProfileKey) -> list[str]:
-    sizes = []
-    for tp in SIZES:
-        other = key._replace(tp=tp)
-        for checkpoint in _checkpoints(other):
-            for experts in _expert_layouts(checkpoint, tp):
-                with suppress(UnsupportedProfileError):
-                    _size(other, checkpoint, experts)
-                    # Some kernels are missed only by the first step.
-                    _estimator(other, checkpoint, experts)(USUAL_DECODES[0])
-                    sizes.append(str(tp))
-    return list(dict.fromkeys(sizes))
+    return [str(tp) for tp in SIZES if _has_data(key._replace(tp=tp))]
+
+
+def _has_data(key: ProfileKey) -> bool:
+    for checkpoint in _checkpoints(key):
+        for experts in _expert_layouts(checkpoint, key.tp):
+            with suppress(UnsupportedProfileError):
+                _size(key, checkpoint, experts)
+                # Some kernels are missed only by the first step.
+                _estimator(key, checkpoint, experts)(USUAL_DECODES[0])
+                return True
+    return False
 
 
 def _checkpoints(key: ProfileKey) -> list[Checkpoint]:
@@ -334,14 +342,6 @@ def _first_line(error: Exception) -> str:
     return line[:200]
 
 
-SHORTER: Final = {
-    "no KV budget": "the model does not fit in the memory",
-    "missing system flops": "the GPU has no kernels for this dtype",
-    "should be divisible": "the model cannot be divided by this number of GPUs",
-    "Invalid quantized MoE configuration": "the experts' blocks cannot be divided so",
-}
-
-
 @cache
 def _package() -> Path:
     if not installed():
@@ -377,21 +377,20 @@ def named_by(text: str) -> list[str]:
         _require_source(error)
         key = error.key
     parts = profiles.read_parts(text)
-    checkpoints: list[str] = []
-    why: list[str] = []
-    for dtype in [key.dtype] if "dtype" in parts else DTYPES:
-        for tp in [key.tp] if "tp" in parts else SIZES:
-            try:
-                profile_of(key._replace(dtype=dtype, tp=tp))
-            except UnsupportedProfileError as error:
-                why.append(f"{dtype}: {error}")
-            except UsageError as error:
-                raise UsageError(f"profile {text}: {error}") from None
-            else:
-                checkpoints.append(f"model={key.model},system={key.system},tp={tp},dtype={dtype}")
-    if not checkpoints:
+    names, why = list[str](), list[str]()
+    dtypes = [key.dtype] if "dtype" in parts else DTYPES
+    for dtype, tp in product(dtypes, [key.tp] if "tp" in parts else SIZES):
+        try:
+            profile_of(key._replace(dtype=dtype, tp=tp))
+        except UnsupportedProfileError as error:
+            why.append(f"{dtype}: {error}")
+        except UsageError as error:
+            raise UsageError(f"profile {text}: {error}") from None
+        else:
+            names.append(f"model={key.model},system={key.system},tp={tp},dtype={dtype}")
+    if not names:
         raise UsageError(f"profile {text}: {'; '.join(dict.fromkeys(why))}")
-    return checkpoints
+    return names
 
 
 def _require_source(error: profiles.NotBuiltInError) -> None:

@@ -37,16 +37,15 @@ class OverdueTurns:
     def goes_first(self, request_id: str) -> bool:
         return request_id in self._first_heads
 
-    def is_next_release(self, request_id: str) -> bool:
-        """Return whether the head goes first, and was not released before."""
+    def will_be_released(self, request_id: str) -> bool:
         return self._first_heads.get(request_id, False)
 
     def record_admission(self, lane: str, request_id: str) -> bool:
         """Note that a head went first; return whether this released it."""
-        if is_release := self._first_heads.pop(request_id):
+        if is_new := self._first_heads.pop(request_id):
             self.released[lane] = request_id
             self.releases += 1
-        return is_release
+        return is_new
 
     def record_departure(self, lane: str, request_id: str) -> bool:
         """Return whether the request was released."""
