@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
@@ -79,7 +80,7 @@ def itls(rounds: Sequence[Round], klass: str) -> list[float]:
         for played in rounds
         for record in played.records
         if record.klass == BACKGROUND
-        for sooner, later in zip(record.ticks, record.ticks[1:], strict=False)
+        for sooner, later in pairwise(record.ticks)
         if later > 0 and sooner < foreground_end(played)
     ]
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 
@@ -94,7 +95,7 @@ class Scale:
             later - sooner
             for panel in panels
             for record in panel.played.records
-            for sooner, later in zip(record.ticks, record.ticks[1:], strict=False)
+            for sooner, later in pairwise(record.ticks)
             if later > 0 and sooner < foreground_end(panel.played)
         )
         usual = gaps[len(gaps) // 2] if gaps else 0.0
@@ -146,10 +147,8 @@ def write(comparison: Comparison, path: Path) -> None:
     index = comparison.typical()
     *_, lines = comparison.figures.values()
     panels = [
-        Panel(
-            role, contender.label, contender.rounds[index], _numbers(lines, role), contender.stories
-        )
-        for role, contender in zip(("baseline", "candidate"), comparison.drawn, strict=True)
+        Panel(role, side.label, side.rounds[index], _numbers(lines, role), side.stories)
+        for role, side in zip(("baseline", "candidate"), comparison.drawn, strict=True)
     ]
     workload = comparison.plan.workload
     title = f"{workload.name}: the same arrivals under two schedulers"
@@ -160,11 +159,8 @@ def write(comparison: Comparison, path: Path) -> None:
     svg = swimlane(panels, title=title, subtitle=notes)
     if path.suffix == ".html":
         roles = [f"{panel.role}: {panel.label}" for panel in panels]
-        write_whole(
-            path, page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
-        )
-    else:
-        write_whole(path, svg)
+        svg = page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
+    write_whole(path, svg)
 
 
 def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
@@ -198,21 +194,22 @@ def _lane(
     record: Outcome, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()
 ) -> str:
     middle = top + LANE / 2
-    waited_until = record.first_token if record.first_token is not None else scale.until
+    token_at = record.first_token
+    waited_until = scale.until if token_at is None else token_at
     if phases:
         waited_until = next((p.end for p in phases if p.name == WAITING), record.sent)
-    begin, first = scale.x(record.sent), scale.x(waited_until)
+    wait_start, wait_end = scale.x(record.sent), scale.x(waited_until)
     parts = [
         f"<title>{escape(_tooltip(record, name, phases))}</title>",
         _rect("hit", LEFT, top, WIDTH - LEFT - RIGHT, LANE),
     ]
-    if first > LEFT:
-        parts.append(_rect("wait", begin, middle - 2.5, first - begin, 5))
+    if wait_end > LEFT:
+        parts.append(_rect("wait", wait_start, middle - 2.5, wait_end - wait_start, 5))
     parts += _boxes(record, phases, scale, middle)
     parts += _ticks(record, scale, middle)
     parts += _pauses(record, scale, middle)
-    at = first if record.first_token is None else scale.x(record.first_token)
-    if record.first_token is not None and record.first_token > 0:
+    at = wait_end if token_at is None else scale.x(token_at)
+    if token_at is not None and token_at > 0:
         parts.append(f'<circle class="{record.klass}" cx="{at:.1f}" cy="{middle:g}" r="3.4"/>')
     if record.error:
         parts.append(_text(at + 4, middle + 4, f"failed: {record.error[:80]}"))
@@ -237,7 +234,7 @@ def _ticks(record: Outcome, scale: Scale, middle: float) -> Iterator[str]:
 
 
 def _pauses(record: Outcome, scale: Scale, middle: float) -> Iterator[str]:
-    for sooner, later in zip(record.ticks, record.ticks[1:], strict=False):
+    for sooner, later in pairwise(record.ticks):
         if later - sooner <= scale.pause or later <= 0 or sooner >= scale.until:
             continue
         begin, end = scale.x(sooner), scale.x(later)

@@ -96,9 +96,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     endpoint = check_endpoint("sweep", endpoint_options(args))
     for doubt in endpoint.doubts:
         console.print_text(doubt, "yellow")
-    stopped = run_interruptibly(
-        lambda stop: _Runner(args, targets, endpoint, sweep, console, stop).run(plans)
-    )
+    runner = partial(_Runner, args, salt_of(args), targets, endpoint, sweep, console)
+    stopped = run_interruptibly(lambda stop: runner(stop).run(plans))
     if stopped and not sweep.points:
         raise KeyboardInterrupt  # keep older results
     if stopped:
@@ -139,24 +138,25 @@ class _Plan:
             return 0.0, math.inf
         return 1 / end, math.inf if self.schedule.count else MAX_REQUESTS / end
 
+    def schedule_at(self, load: float) -> Schedule:
+        if self.axis == RATE:
+            return self.schedule.at_rate(load)
+        return self.schedule.at_concurrency(int(load))
 
+    def label_of(self, load: float, seed: int) -> str:
+        unit = "requests/s" if self.axis == RATE else "at once"
+        return f"{self.schedule.source.name} at {load:g} {unit}, seed {seed}"
+
+
+@dataclass(frozen=True)
 class _Runner:
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        targets: goodput.Targets,
-        endpoint: Endpoint,
-        sweep: Sweep,
-        console: Output,
-        stop: asyncio.Event,
-    ) -> None:
-        self._args = args
-        self._targets = targets
-        self._endpoint = endpoint
-        self._sweep = sweep
-        self._console = console
-        self._stop = stop
-        self._salt = salt_of(args)
+    args: argparse.Namespace
+    salt: str
+    targets: goodput.Targets
+    endpoint: Endpoint
+    sweep: Sweep
+    console: Output
+    stop: asyncio.Event
 
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play the plans; return True if the user stopped the sweep."""
@@ -167,43 +167,38 @@ class _Runner:
                     for load in plan.loads:
                         await measure(load)
                 elif plan.axis == RATE:
-                    await explore_rates(measure, self._args.start, *plan.rates)
+                    await explore_rates(measure, self.args.start, *plan.rates)
                 else:
-                    await explore_concurrencies(measure, max(1.0, round(self._args.start)))
+                    await explore_concurrencies(measure, max(1.0, round(self.args.start)))
             except _StoppedError:
                 return True
         return False
 
     async def _measure(self, plan: _Plan, load: float) -> float:
         """Play a load with every seed; return the mean of the figure that the search uses."""
-        points = []
-        for seed in range(self._args.seeds):
-            schedule = replace(plan.schedule, seed=seed)
-            if plan.axis == RATE:
-                schedule, unit = schedule.at_rate(load), "requests/s"
-            else:
-                schedule, unit = schedule.at_concurrency(int(load)), "at once"
-            name = schedule.source.name
-            label = f"{name} at {load:g} {unit}, seed {seed}"
-            salt = f"{self._salt}/{name}/{plan.axis}/{load:g}"
+        searched = []
+        name = plan.schedule.source.name
+        salt = f"{self.salt}/{name}/{plan.axis}/{load:g}"
+        for seed in range(self.args.seeds):
+            schedule, label = replace(plan.schedule_at(load), seed=seed), plan.label_of(load, seed)
             played = await play_with_progress(
-                self._console, "sweep", label, schedule, partial(self._play, schedule, salt)
+                self.console, "sweep", label, schedule, partial(self._play, schedule, salt)
             )
             if played.interrupted:  # half a run has another load than its label says
                 raise _StoppedError
-            figures = summary(played.outcomes, played.duration, self._targets)
+            figures = summary(played.outcomes, played.duration, self.targets)
             follows = kept_up(played.outcomes) if plan.axis == RATE else 1.0
             point = Point(name, plan.axis, load, seed, figures, follows)
-            self._sweep.points.append(point)
-            points.append(point.share if plan.axis == RATE else point.tokens)
+            self.sweep.points.append(point)
+            searched.append(point.share if plan.axis == RATE else point.tokens)
             for warning in played.warnings():
-                self._console.print_text(f"{label}: {warning}", "yellow")
-        return fmean(points)
+                self.console.print_text(f"{label}: {warning}", "yellow")
+        return fmean(searched)
 
     async def _play(self, schedule: Schedule, salt: str, progress: RunProgress) -> PlayedRun:
-        timeout_s, stop = self._args.timeout, self._stop
+        timeout_s, stop = self.args.timeout, self.stop
         return await play(
-            self._endpoint, schedule, salt=salt, timeout_s=timeout_s, progress=progress, stop=stop
+            self.endpoint, schedule, salt=salt, timeout_s=timeout_s, progress=progress, stop=stop
         )
 
 
@@ -227,10 +222,9 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
         endless = without_end(source, random.Random(0))
         schedule = Schedule(source=endless, **traffic_of(args))
         if rates is not None:
-            loads = _loads("--request-rates", rates, whole=False)
-            for load in loads or (args.start,):
-                schedule.at_rate(load).arrivals()  # raises before anything is measured
-            plans.append(_Plan(schedule, RATE, loads))
+            plans.append(_Plan(schedule, RATE, _loads("--request-rates", rates, whole=False)))
+            for load in plans[-1].loads or (args.start,):
+                plans[-1].schedule_at(load).arrivals()  # raises before anything is measured
         if concurrencies is not None:
             loads = _loads("--concurrencies", concurrencies, whole=True)
             for load in loads:
