@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,15 +144,12 @@ def rate(played: Sequence[PlayedRun], since: float, until: float, router_s: floa
     """Return the rate of the requests that ended between `since` and `until`."""
     outcomes = [outcome for run in played for outcome in run.outcomes]
     counted = [outcome for outcome in outcomes if outcome.good and since < outcome.end <= until]
-    by_worker: dict[str, int] = {}
-    for outcome in counted:
-        by_worker[outcome.worker] = by_worker.get(outcome.worker, 0) + 1
     longest = max(run.duration for run in played)
     return Rate(
         requests_per_s=len(counted) / (until - since),
         tokens_per_s=sum(e.prompt_tokens + e.completed for e in counted) / (until - since),
         counted=len(counted),
-        by_worker=by_worker,
+        by_worker=dict(Counter(outcome.worker for outcome in counted)),
         # Each loop reports the CPU time of the whole process.
         beside=max(run.busy for run in played) + router_s / longest,
         failed=[outcome.error for outcome in outcomes if outcome.error],

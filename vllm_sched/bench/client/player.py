@@ -124,13 +124,13 @@ async def play(
 class _HeaderReader:
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
-        self.after_s = 0.0
+        self.retry_after_s = 0.0
 
     def take(self, name: bytes, value: bytes) -> None:
         if name == b"x-route":
             self._outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
         elif name == b"retry-after" and value.isdigit():  # dates are rare and ignored
-            self.after_s = float(value)
+            self.retry_after_s = float(value)
 
 
 class _Player:
@@ -152,9 +152,9 @@ class _Player:
         self._wire = endpoint.wire()
         self._outcomes: list[Outcome] = []
         self._cut = self._uncounted = 0
-        self._limit = endpoint.max_model_len and endpoint.max_model_len - _slack(
-            endpoint.max_model_len
-        )
+        # Less than the context: a text's length is an estimate.
+        context = endpoint.max_model_len
+        self._limit = context and context - context // 50 - 4
         self._sessions = SessionPlayer(
             endpoint, texts, self._send, self._now,
             limit=self._limit or inf, end=schedule.ends_after_s,
@@ -162,7 +162,7 @@ class _Player:
 
     async def run(self) -> PlayedRun:
         wire = self._wire
-        jobs = self._numbered()
+        jobs = self._jobs()
         jobs = chain([*islice(jobs, 1)], jobs)  # the first is created before the clock starts
         cpu, self._start = time.process_time(), time.perf_counter()
         self._progress.began = self._start
@@ -242,14 +242,14 @@ class _Player:
         self._outcomes.append(outcome)
         outcome.sent = self._now()
         self._progress.sent += 1
-        stream, retry = EventStream(outcome, token_events), _HeaderReader(outcome)
+        stream, headers = EventStream(outcome, token_events), _HeaderReader(outcome)
         try:
             await self._wire.stream(
                 self._endpoint.path,
                 body,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
-                on_header=retry.take,
+                on_header=headers.take,
                 headers={"X-Session-Id": self._session_id(request.session)},
             )
             if not outcome.error and not (stream.done and outcome.ticks):
@@ -261,7 +261,7 @@ class _Player:
             raise
         outcome.cached_tokens = stream.cached_tokens
         self._count(outcome)
-        return outcome, retry.after_s if outcome.error else None
+        return outcome, headers.retry_after_s if outcome.error else None
 
     def _count(self, outcome: Outcome) -> None:
         outcome.context_tokens = min(outcome.context_tokens, outcome.prompt_tokens)
@@ -273,7 +273,7 @@ class _Player:
         self._progress.done += 1
         self._progress.tokens += outcome.completed
 
-    def _numbered(self) -> Iterator[tuple[Request, bytes]]:
+    def _jobs(self) -> Iterator[tuple[Request, bytes]]:
         for number, request in enumerate(self._schedule):
             if request.begins is not None:
                 yield request, b""
@@ -287,11 +287,6 @@ class _Player:
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
-
-
-def _slack(limit: int) -> int:
-    """Return a margin for the error in a text's length."""
-    return limit // 50 + 4
 
 
 def _allow_many_connections() -> None:

@@ -107,22 +107,22 @@ class Row:
 class Finding:
     name: str
     backlog: BacklogModel
-    closed_form: int
-    recursion: int
-    run: int
+    formula_k: int
+    best_k: int  # by recursion
+    chosen_k: int  # to run
     rows: tuple[Row, ...]
     curve: tuple[tuple[int, float], ...]
 
     @property
     def gain(self) -> float:
         at = {row.k: row.throughput for row in self.rows}
-        return at[self.run] / at[1]
+        return at[self.chosen_k] / at[1]
 
     @property
     def verdict(self) -> str:
-        best = f"K* = {self.closed_form} by formula, {self.recursion} by recursion"
-        if self.run > 1:
-            return f"{best}; run departures={self.run}: {_percent(self.gain)} throughput"
+        best = f"K* = {self.formula_k} by formula, {self.best_k} by recursion"
+        if self.chosen_k > 1:
+            return f"{best}; run departures={self.chosen_k}: {_percent(self.gain)} throughput"
         best_ratio = max(row.throughput for row in self.rows) / self.rows[0].throughput
         if best_ratio < MIN_GAIN:
             gain = f"gains more than {_percent(best_ratio)}" if best_ratio > 1 else "gains anything"
@@ -137,7 +137,7 @@ def run_threshold(args: argparse.Namespace) -> int:
         time = replace(time, mixed_s=args.mixed_ms / 1000)
     separate = _find(PAUSED, time, args)
     # Also show its best K with mixed steps, for comparison.
-    findings = [separate, _find(MIXED, time, args, {separate.recursion: "best separate"})]
+    findings = [separate, _find(MIXED, time, args, {separate.best_k: "best separate"})]
     console = Output()
     console.print_text(
         f"{args.slots} slots, outputs of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
@@ -196,33 +196,27 @@ def _find(
         budget=args.budget,
     )
     exact = Recursion(backlog)
-    best, formula = exact.best(), closed_form(backlog)
-    run = recommended(
+    best_k, formula_k = exact.best(), closed_form(backlog)
+    chosen_k = recommended(
         backlog,
         itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
         max_delay_s=CONSTANT_K_SHARE * args.max_delay_ms / 1000,
     )
-    rows: dict[int, str] = {1: ""}
-    roles = [(run, "to run"), (formula, "formula"), (best, "best"), *(also or {}).items()]
-    for k, role in roles:
-        rows[k] = f"{rows[k]}, {role}" if rows.get(k) else role
-    return Finding(
-        name,
-        backlog,
-        closed_form=formula,
-        recursion=best,
-        run=run,
-        rows=tuple(
-            Row(
-                role, k, exact.solve_for(k).throughput, simulate_backlog(backlog, k, seed=args.seed)
-            )
-            for k, role in sorted(rows.items())
-        ),
-        curve=tuple(
-            (k, exact.solve_for(k).throughput)
-            for k in _drawn(backlog.largest_threshold, list(rows))
-        ),
+    named = [(chosen_k, "to run"), (formula_k, "formula"), (best_k, "best")]
+    roles: dict[int, list[str]] = {1: []}
+    for k, role in [*named, *(also or {}).items()]:
+        roles.setdefault(k, []).append(role)
+
+    def throughput(k: int) -> float:
+        return exact.solve_for(k).throughput
+
+    rows = (
+        Row(", ".join(names), k, throughput(k), simulate_backlog(backlog, k, seed=args.seed))
+        for k, names in sorted(roles.items())
     )
+    drawn = _drawn(backlog.largest_threshold, list(roles))
+    curve = tuple((k, throughput(k)) for k in drawn)
+    return Finding(name, backlog, formula_k, best_k, chosen_k, tuple(rows), curve)
 
 
 def _drawn(largest_threshold: int, wanted: Sequence[int]) -> list[int]:
@@ -248,7 +242,7 @@ def _table(finding: Finding) -> Table:
             show(played.itl_p50_s, "s"),
             show(played.itl_p99_s, "s"),
             show(played.itl_max_s, "s"),
-            style="bold" if row.k == finding.run else "",
+            style="bold" if row.k == finding.chosen_k else "",
         )
     return layout
 
@@ -265,7 +259,7 @@ def _chart(findings: Sequence[Finding], args: argparse.Namespace) -> Chart:
         dots = [(row.k, scale * row.simulated.throughput) for row in finding.rows]
         exact.append(Series(f"{finding.name}, exact", curve))
         simulated.append(Series(f"{finding.name}, simulated", dots, dots=True))
-        for k, word in ((finding.run, "to run"), (finding.recursion, "best")):
+        for k, word in ((finding.chosen_k, "to run"), (finding.best_k, "best")):
             if k > 1:
                 marks.append((k, f"{word}, {finding.name}: {k}"))
     return Chart(
@@ -293,9 +287,9 @@ def _to_json(
         "regimes": {
             finding.name: {
                 "regime": asdict(finding.backlog),
-                "closed_form": finding.closed_form,
-                "recursion": finding.recursion,
-                "run": finding.run,
+                "closed_form": finding.formula_k,
+                "recursion": finding.best_k,
+                "run": finding.chosen_k,
                 "gain": finding.gain,
                 "rows": [asdict(row) for row in finding.rows],
                 "curve": finding.curve,
