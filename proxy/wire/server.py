@@ -192,11 +192,8 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            refusal = (
-                extension.refuse_disabled(head)
-                if self.extension is None
-                else self.extension.find(head)
-            )
+            own = self.extension
+            refusal = extension.refuse_disabled(head) if own is None else own.find(head)
             route = refusal or route
         if isinstance(route, Refusal):
             head.refusal = route

@@ -199,17 +199,15 @@ class Exchange(AttemptOwner):
         if attempt is None or lease is None:
             return self.last_refusal
         worker, unfailed = lease.running_leg.worker, error in UNFAILED
-        free = unfailed or outcome is Outcome.REFUSED  # the worker is well
+        # The worker is well, or has done nothing.
+        free = unfailed or outcome is Outcome.REFUSED or error is WorkerError.CONNECT
         self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.end_failed(now, outcome, error)
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
+        free = free or (self.begun_response is not None and outcome is Outcome.BUSY)
         attempt.handover = attempt.lease = None
-        if error is WorkerError.CONNECT or (
-            self.begun_response is not None and outcome is Outcome.BUSY
-        ):
-            free = True  # the worker has done nothing
         failure = LegFailure(
             outcome,
             avoid=None if unfailed else worker,
@@ -240,20 +238,21 @@ class Exchange(AttemptOwner):
             return ENDS
         if attempt.handover is not None:
             return HANDOVER
-        settled = now - attempt.held_since >= SETTLE_S
+        settled = now - attempt.journal_awaited_since >= SETTLE_S
         why = move_request(self, now, attempt.lease, attempt.response, settled=settled)
         if why == WAITS:
-            attempt.held_since = min(attempt.held_since, now)
+            attempt.journal_awaited_since = min(attempt.journal_awaited_since, now)
             attempt.pause()
         elif why:
             self.release(now)
         return why
 
     def release(self, now: float) -> None:
-        if self._attempt is not None and self._attempt.held_since != inf:
-            self._attempt.held_since = inf
+        attempt = self._attempt
+        if attempt is not None and attempt.journal_awaited_since != inf:
+            attempt.journal_awaited_since = inf
             if self.client.writable:
-                self._attempt.resume(now)
+                attempt.resume(now)
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         if self._attempt is not None:
