@@ -112,7 +112,6 @@ class WireServer:
         metrics.under_way = self._records_in_flight
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
-        """Listen on `sock` or a new socket."""
         where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
         self.port = await self._listener.open(where, self._tls())
         self.ticks.start()

@@ -115,15 +115,14 @@ class RequestParser:
             info.pinned = self._find_storing_worker(previous, request)
             self._add_stored_tokens(info)
         info.long = info.expected_tokens > self.short_limit
-        self._shrink_to_fit(info)
+        self._shrink_if_too_long(info)
         if self.splits:
             _allow_split(info, fields)
-        if info.fields is not None or info.field_names is not None:
+        if info.edits is not None or info.field_names is not None:
             _prepare_edits(info, body, mask)
         return info
 
     def _parse(self, request: ReceivedRequest) -> tuple[dict[str, Any], bytes, JsonMask | None]:
-        """Return the fields, the body, and the mask of a large body."""
         body, large = request.body, request.large
         if request.route.shape is FORM:
             return self._fields_of_form(request), body, None
@@ -190,7 +189,7 @@ class RequestParser:
         elif tenant.spec.salted and route.shape not in NEVER_SALTED:
             raise RefusedError(refusals.not_isolated(route.name))
         if edits and route.shape is not FORM:
-            info.fields = edits
+            info.edits = edits
 
     def _edits_for(
         self, info: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
@@ -296,10 +295,10 @@ class RequestParser:
 
     def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
         self._sizer.apply_count(info, prompt_tokens)
-        self._shrink_to_fit(info)
+        self._shrink_if_too_long(info)
         info.long = info.expected_tokens > self.short_limit
 
-    def _shrink_to_fit(self, info: RequestInfo) -> None:
+    def _shrink_if_too_long(self, info: RequestInfo) -> None:
         pinned = self._roster.get(info.pinned) if info.pinned else None
         pool = self._roster.pool(info.model)
         context = pool.context_limit if pinned is None else pinned.context_limit
@@ -341,14 +340,14 @@ def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
     info.has_min_tokens = "min_tokens" in fields
     if info.why_whole:
         return
-    edits = info.fields or {}
+    edits = info.edits or {}
     added = {name for name, text in edits.items() if text is not None}
     info.field_names = frozenset((fields.keys() - edits.keys()) | added)
 
 
 def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
     """Check that a body can be edited, and note where the fields to edit are."""
-    in_body, edits = check_members(body, mask), info.fields
+    in_body, edits = check_members(body, mask), info.edits
     if in_body is not None and edits is not None:
         names = {name.encode() for name in edits}
         info.found_members = [member for member in in_body if member.name in names]

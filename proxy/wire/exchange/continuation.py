@@ -212,7 +212,6 @@ def record_not_continued(
 
 
 def broken_message(exchange: AttemptOwner) -> str:
-    """Return the error of a stream that its worker did not complete."""
     if why := exchange.why_not_continued:
         return f"{BROKEN_MESSAGE} No other worker can continue the stream: {why}."
     return BROKEN_MESSAGE
@@ -295,7 +294,7 @@ def remove_repeated(
         if exchange.try_another(now, Outcome.ERRED, WorkerError.STATUS) is None:
             return None
         return no_worker_left(f"another worker failed: {error}")
-    if rest.is_reached:
+    if rest.is_caught_up:
         record_continued(exchange, lease, now)
     return new
 

@@ -102,8 +102,8 @@ class Exchange(AttemptOwner):
             self.refuse(now, info)
             return
         self.info = self.record.info = info
-        if info.fields is not None:
-            request.body = edit_members(request.body, info.fields, known_members=info.found_members)
+        if info.edits is not None:
+            request.body = edit_members(request.body, info.edits, known_members=info.found_members)
         self._pending_decision = billing.ask_other_hosts(info, self._admission_decided)
         if self._pending_decision is None:
             self._admit(now, info)

@@ -69,11 +69,9 @@ class AttemptOwner:
         raise NotImplementedError
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        """End the exchange with a refusal."""
         raise NotImplementedError
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
-        """Count the request and forget the exchange."""
         raise NotImplementedError
 
     def forget_body(self) -> None:

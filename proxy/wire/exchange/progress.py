@@ -25,7 +25,7 @@ def writer_for(
     exchange: AttemptOwner, head: ResponseHead, cached_tokens: int | None = None
 ) -> ResponseWriter:
     request, info = exchange.request, exchange.info
-    changed = None if info is None else info.fields
+    changed = None if info is None else info.edits
     return ResponseWriter(
         request,
         head,

@@ -118,7 +118,6 @@ class ResponseWriter:
         return data
 
     def _hold_opening(self, body: bytes, ended: bool) -> bytes:
-        """Hold back events before the first output."""
         body = self._held + body
         self.holds_opening = not ended and len(body) <= MAX_HELD_BYTES and find_result(body) < 0
         self._held = body if self.holds_opening else b""

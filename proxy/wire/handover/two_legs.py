@@ -290,7 +290,6 @@ class TwoLegExchange:
             leg.drop()
 
     def release_unfetched(self, now: float, *, healthy: bool) -> None:
-        """Release blocks that may not have been fetched."""
         result, self._unfetched = self._unfetched, None
         if result is not None:
             authorization = self._request.head.authorization
