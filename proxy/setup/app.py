@@ -29,7 +29,7 @@ from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
 from proxy.journal.journals import Journals
 from proxy.metrics.handovers import FallbackLog
-from proxy.metrics.recent import RecentRequest, RecentRequests, RequestFilter
+from proxy.metrics.recent import RecentRequest, RequestFilter
 from proxy.metrics.registry import Metrics
 from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.memory import return_freed_memory
@@ -221,21 +221,16 @@ class App:
         port = self._admin.port if self._admin else admin.port
         return url_of(admin.host, port, self.started_with.router.admin.tls)
 
-    @property
-    def recent(self) -> RecentRequests:
-        return self.metrics.recent
-
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         if self.siblings is not None:
             return await self.siblings.decisions(limit, wanted)
-        return list(self.recent.newest(limit, wanted))
+        return list(self.metrics.recent.newest(limit, wanted))
 
     def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
         if self.siblings is not None:
             self.siblings.report_drain(name, draining=draining, at_once=at_once)
 
     async def move_requests(self, name: str) -> MovedRequests:
-        """Move a drained worker's requests to others, and return after a few seconds."""
         if self.siblings is not None:
             return await self.siblings.move_requests(name)
         return await self.wire.moves.move_all(name)
