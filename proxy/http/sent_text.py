@@ -198,7 +198,7 @@ class RestOfText:
         has_new_text = known_chars < sum(len(part.text) for part, _ in parts)
         if has_new_text and self._ended:
             raise TextDiffersError
-        if not has_new_text and (self._ended or not ends):
+        if self._ended or not (has_new_text or ends):
             return b""
         if not known_chars:
             return event
