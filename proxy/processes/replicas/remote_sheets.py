@@ -22,7 +22,6 @@ from proxy.processes.replicas.messages import (
     ProcessChanges,
     Settled,
     Update,
-    Usage,
 )
 from proxy.processes.replicas.worker_names import WorkerNames
 from proxy.processes.shared.limits import FLOORS_ROW
@@ -30,6 +29,7 @@ from proxy.processes.shared.process_sheet import (
     BREAKER_CHANGES,
     LIFE,
     NO_SHARES,
+    NO_USAGE,
     TENANT_CHANGES,
     WAITING,
     ProcessSheet,
@@ -47,7 +47,6 @@ OFFSET_WINDOW_S = 60.0  # clocks are compared by the fastest message in this tim
 HISTORY = 0  # the first remote sheet: tenants' charges of processes that ended
 # Of the history: processes, and their tenants. The rest is folded into one sum.
 MAX_HISTORY, MAX_CHARGES, MAX_FOLDED = 256, 4096, 1024
-NO_USAGE: Usage = TenantRow()
 
 
 class RemoteProcess:
