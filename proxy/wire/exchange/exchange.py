@@ -84,12 +84,26 @@ class Exchange(AttemptOwner):
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
         wire.exchanges.add(self)
-        if (refusal := self._collect(now)) is not None:
+        if (refusal := self._reserve_memory(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
             self._reader = wire.large_bodies.add(request.body, self._read, self.end_for_shutdown)
         else:
             self._read(now)
+
+    def _reserve_memory(self, now: float) -> Refusal | None:
+        """Reserve the body's size; return a refusal, also if the tenant's limits are spent."""
+        wire, tenant = self.wire, self.request.head.tenant
+        if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
+            return spent
+        budget, size = wire.body_budget, len(self.request.body)
+        self._account = budget.account(tenant)
+        try:
+            budget.reserve(size, self._account)
+        except RefusedError as error:
+            return error.refusal
+        self._held_bytes = size
+        return None
 
     def _read(self, now: float, large: LargeBody | None = None) -> None:
         may_wait = self._owner_wait is None and self.wire.router.shares_responses
@@ -139,19 +153,6 @@ class Exchange(AttemptOwner):
         self._tokenize_request = wire.make_tokenize_request(now, self._tokens_counted)
         pool = wire.pools.pool_for(counter)
         self._tokenize_request.ask(now, pool, request.body, request.head.authorization)
-
-    def _collect(self, now: float) -> Refusal | None:
-        wire, tenant = self.wire, self.request.head.tenant
-        if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
-            return spent
-        budget, size = wire.body_budget, len(self.request.body)
-        self._account = budget.account(tenant)
-        try:
-            budget.reserve(size, self._account)
-        except RefusedError as error:
-            return error.refusal
-        self._held_bytes = size
-        return None
 
     def _tokens_counted(self, now: float, tokens: int | None) -> None:
         request, info = self._tokenize_request, self.info
