@@ -134,7 +134,6 @@ class App:
         return Warmup(self.router, kv_connector, self.metrics.handovers)
 
     def _connect_metrics(self) -> None:
-        """Let the metrics read the counts of other objects, and the tracing see requests."""
         self.metrics.discovered = self.discovery.counts
         self.metrics.journals = self.journals.counts
         self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
@@ -247,7 +246,6 @@ class App:
         self.logs.hide_keys(spec.api_key for spec in workers if spec.api_key is not None)
 
     def remove_worker(self, name: str) -> None:
-        """Remove a worker until the next reload; its requests in flight finish."""
         if pool := self.discovery.pool_of(name):
             raise ProxyError(
                 f"worker {name!r} was found by discovery (pool {pool}), which would add it again; "

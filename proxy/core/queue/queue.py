@@ -136,7 +136,6 @@ class Queue:
         return Amounts(self.max_requests, self.max_bytes, max_tokens)
 
     def choose_evicted(self, info: RequestInfo) -> list[Ticket]:
-        """Return the tickets to evict; none if that does not help."""
         return self._evictions.choose_evicted(
             info,
             self._buckets.by_key.values(),

@@ -51,7 +51,6 @@ class Sizer:
         return self._priors[model, route]
 
     def learned(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
-        """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is None:
             return self._priors[model, route].base
         learned = tenant.learned.get((model, route))
