@@ -286,7 +286,7 @@ class BatchScheduler:
         refused_sizes: dict[str, int],
     ) -> LineJob | None:
         """Return the first line that fits; note the least size that does not."""
-        if self._is_held(progress, tenant):
+        if self._check_hold(progress, tenant):
             return None
         if now < progress.paused_until or (tenant is not None and not within_limits(tenant, now)):
             return None
@@ -298,7 +298,7 @@ class BatchScheduler:
                 refused_sizes[job.model] = size
         return None
 
-    def _is_held(self, progress: BatchProgress, tenant: Tenant | None) -> bool:
+    def _check_hold(self, progress: BatchProgress, tenant: Tenant | None) -> bool:
         """Return whether no line of a batch may be sent; log a new reason."""
         why_held = ""
         if tenant is None and not self._wire.router.tenants.open:

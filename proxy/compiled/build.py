@@ -147,6 +147,11 @@ def _compile(folder: Path) -> None:
         ext_modules=modules,
         script_args=arguments,
     )
+    _copy_uncompiled(folder)
+
+
+def _copy_uncompiled(folder: Path) -> None:
+    """Copy the files of compiled folders that stay as they are."""
     compiled = set(compiled_sources())
     for part in {folder.partition("/")[0] for folder in FOLDERS}:
         for path in (PACKAGE / part).rglob("*.*"):

@@ -255,16 +255,15 @@ def check_roles(draft: PartialConfig) -> Iterator[Problem]:
     if not draft.all_have_valid("role", "model"):
         return
     config = draft.config
-    have = {(config.model_of(worker), worker.role) for worker in draft.all_workers}
+    served = {(config.model_of(worker), worker.role) for worker in draft.all_workers}
     blocks: list[tuple[str, WorkerConfig | PoolConfig]] = [
         *((f"workers[{index}].role", worker) for index, worker in enumerate(config.workers)),
         *((f"discovery.pools[{index}].role", pool) for index, pool in enumerate(config.pools)),
     ]
     for path, worker in blocks:
-        if worker.role not in OTHER_ROLE:
+        if (other := OTHER_ROLE.get(worker.role)) is None:
             continue
-        other = OTHER_ROLE[worker.role]
-        if (config.model_of(worker), other) not in have:
+        if (config.model_of(worker), other) not in served:
             why = "has no worker to hand over to" if other == "decode" else "gets no hand-overs"
             yield Problem(
                 path,

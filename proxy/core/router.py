@@ -33,7 +33,6 @@ from proxy.core.queue.eviction import amounts_of
 from proxy.core.queue.latency_admission import NO_TARGETS, queued_too_late, waited_too_long
 from proxy.core.queue.ticket import Ticket
 from proxy.core.queue.urgency import urgency_of
-from proxy.core.request.client_fields import ClientFields
 from proxy.core.request.json_edit import TooManyMembersError
 from proxy.core.request.parser import RequestParser
 from proxy.core.request.sizing import Sizer
@@ -55,10 +54,10 @@ class Router:
         self.draining = False
         self.report_stored_response: Callable[[str, str, str], None] | None = None
         self._roster = fleet.roster
-        self._reader = RequestParser(fleet.roster, self.sizer, settings.short_limit)
+        self._parser = RequestParser(fleet.roster, self.sizer, settings)
         self._retries = self.placer.retries
         self._failure_events = WorkerFailureEvents()
-        self._pass_on_settings(settings)
+        self._roster.ejections.set_threshold(settings.panic_threshold)
 
     @property
     def settings(self) -> RouterSettings:
@@ -72,7 +71,7 @@ class Router:
         """Read a request; raise `UnknownOwnerError` if it may wait."""
         hashed = self.placer.rule.affine and self.settings.prefix_affinity
         try:
-            return self._reader.read(request, hashed=hashed)
+            return self._parser.read(request, hashed=hashed)
         except RefusedError as refused:
             refusal = refused.refusal
         except TooManyMembersError as error:  # of another name: mypyc gives a name one type
@@ -91,7 +90,7 @@ class Router:
     def counter_for(self, info: RequestInfo) -> Worker | None:
         """Return the worker to count a request's tokens, if needed."""
         by_size = self.placer.rule.by_size
-        return self._reader.counter_for(info, by_size=by_size) if self.settings.tokenize else None
+        return self._parser.counter_for(info, by_size=by_size) if self.settings.tokenize else None
 
     def enter(self, info: RequestInfo, now: float) -> Refusal | None:
         """Admit a request before its tokens are counted."""
@@ -106,20 +105,20 @@ class Router:
         billing.leave(info, now)
 
     def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
-        self._reader.apply_count(info, prompt_tokens)
+        self._parser.apply_count(info, prompt_tokens)
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        self._reader.stored.remember(response_id, worker, tenant)
+        self._parser.stored.remember(response_id, worker, tenant)
         if self.report_stored_response is not None:
             self.report_stored_response(response_id, worker, "" if tenant is None else tenant.name)
 
     def learn_remote_response(self, response_id: str, worker: str, tenant: str) -> None:
         owner = self.tenants.get(tenant) if tenant else None
         if owner is not None or not tenant:
-            self._reader.stored.remember(response_id, worker, owner)
+            self._parser.stored.remember(response_id, worker, owner)
 
     def stored_responses(self) -> Iterator[tuple[str, str, str]]:
-        for response_id, worker, owner in self._reader.stored:
+        for response_id, worker, owner in self._parser.stored:
             yield response_id, worker, "" if owner is None else owner.name
 
     def submit(self, info: RequestInfo, now: float) -> Lease | Ticket | Refusal:
@@ -199,14 +198,13 @@ class Router:
                 return placement
             wait = placement
         queued = self._enqueue(info, now, attempts, wait)
-        if pauses:
-            if isinstance(queued, Refusal):  # a full queue
-                return self._place_or_queue(info, now, replace(attempts, retry_at=0.0))
-            return queued
         if isinstance(queued, Refusal):
+            if pauses:  # the queue is full
+                return self._place_or_queue(info, now, replace(attempts, retry_at=0.0))
             return self.placer.count_refusal(info.model, queued)
-        reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
-        self.placer.count_decision(info.model, reason)
+        if not pauses:
+            reason = Reason.FLEET_FULL if wait is None else Reason.AWAITS_CACHE
+            self.placer.count_decision(info.model, reason)
         return queued
 
     def _enqueue(
@@ -328,19 +326,10 @@ class Router:
                 return True
         return self._retries.spend(now)
 
-    def _pass_on_settings(self, settings: RouterSettings) -> None:
-        self._roster.ejections.set_threshold(settings.panic_threshold)
-        self._reader.splits = settings.transfer
-        self._reader.passes_priority = settings.pass_priority
-        self._reader.cuts_output = settings.cut_output
-        self._reader.allowed = ClientFields(
-            settings.allow_client_kv_transfer, settings.client_priority, settings.client_arguments
-        )
-
     def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
         """Apply a new fleet file; remaining workers keep what was learned."""
-        self._pass_on_settings(settings)
-        self._reader.short_limit = settings.short_limit
+        self._roster.ejections.set_threshold(settings.panic_threshold)
+        self._parser.reconfigure(settings)
         self._retries.share = settings.retry_budget
         self.placer.reconfigure(settings)
         self._roster.replace(workers)

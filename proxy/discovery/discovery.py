@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pydantic import ValidationError
 
@@ -32,6 +32,11 @@ class AddressSource(Protocol):
 
     async def run(self, listener: DiscoveredPool) -> None:
         """Update the listener until cancelled."""
+
+
+class DiscoveredWorker(NamedTuple):
+    config: WorkerConfig
+    takes_requests: bool
 
 
 class Discovery:
@@ -80,11 +85,11 @@ class Discovery:
         """Take over endpoints and fleet from another process."""
         for pool in self.pools:
             pool.known = dict(endpoints.get(pool.config.name, {}))
-        for name, (config, useful) in self._discovered_workers().items():
+        for name, found in self._discovered_workers().items():
             worker = self._roster.get(name)
-            if worker is not None and worker.url == config.url:
+            if worker is not None and worker.url == found.config.url:
                 self._added[name] = worker
-                if worker.draining and not useful:
+                if worker.draining and not found.takes_requests:
                     self._drained.add(worker)
 
     async def run(self) -> None:
@@ -104,7 +109,9 @@ class Discovery:
         Pools with an unchanged source keep their workers. Raises `ProxyError` without any change.
         """
         self._configure(config, keys)
-        return [self._spec_of(worker, config) for worker, _ in self._discovered_workers().values()]
+        return [
+            self._spec_of(found.config, config) for found in self._discovered_workers().values()
+        ]
 
     def reloaded(self) -> None:
         """Adopt the fleet after a reload, which has added all discovered workers."""
@@ -169,16 +176,16 @@ class Discovery:
         """Add, drain and remove workers as the pools require."""
         wanted = self._discovered_workers()
         for name, worker in list(self._added.items()):
-            if name in wanted and wanted[name][0].url == worker.url:
+            if name in wanted and wanted[name].config.url == worker.url:
                 continue
             del self._added[name]
             self._drained.discard(worker)
             self._roster.remove(name)
             logger.info("worker %s at %s is gone", name, worker.url)
-        for name, (config, useful) in wanted.items():
-            if (added := self._added.get(name) or self._add(config)) is not None:
-                self._set_journal(added, config.journal)
-                self._drain(added, draining=not useful)
+        for name, found in wanted.items():
+            if (added := self._added.get(name) or self._add(found.config)) is not None:
+                self._set_journal(added, found.config.journal)
+                self._drain(added, draining=not found.takes_requests)
 
     def _add(self, config: WorkerConfig) -> Worker | None:
         for other in self._roster:
@@ -202,9 +209,9 @@ class Discovery:
             self._drained.discard(worker)
             self._roster.drain(worker.name, draining=False)
 
-    def _discovered_workers(self) -> dict[str, tuple[WorkerConfig, bool]]:
-        """Return discovered workers, and whether they take requests; the file's workers win."""
-        wanted: dict[str, tuple[WorkerConfig, bool]] = {}
+    def _discovered_workers(self) -> dict[str, DiscoveredWorker]:
+        """Return the discovered workers by name; the file's workers win."""
+        wanted: dict[str, DiscoveredWorker] = {}
         taken = {worker.url: worker.name for worker in self._config.workers}
         names = {worker.name for worker in self._config.workers}
         for pool in self.pools:
@@ -213,18 +220,15 @@ class Discovery:
                     continue
                 if endpoint.name in names or endpoint.url in taken:
                     continue
+                name, url = endpoint.name, endpoint.url
                 try:
-                    worker = pool.config.worker(
-                        endpoint.name, endpoint.url, pool.key, endpoint.journal
-                    )
+                    worker = pool.config.worker(name, url, pool.key, endpoint.journal)
                 except ValidationError as error:
-                    self._refuse(
-                        f"{endpoint.name} at {endpoint.url}", str(error.errors()[0]["msg"])
-                    )
+                    self._refuse(f"{name} at {url}", str(error.errors()[0]["msg"]))
                     continue
-                taken[endpoint.url] = endpoint.name
-                names.add(endpoint.name)
-                wanted[endpoint.name] = worker, useful
+                taken[url] = name
+                names.add(name)
+                wanted[name] = DiscoveredWorker(worker, useful)
         return wanted
 
     def _refuse(self, worker: str, why: str) -> None:

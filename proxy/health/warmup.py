@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -45,14 +45,14 @@ TRIES, PAUSE_S, LEG_TIMEOUT_S = 3, 1.0, 20.0
 FINISH_S = 3.0
 ROUTE = "completions"
 KEY_REQUIRED = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
-DONE, FAILED, BARE = "done", "failed", "bare"
-NO_KEY = "no_key"
+DONE, FAILED, BARE, NO_KEY = "done", "failed", "bare", "no_key"
+NEEDS_NO_RETRY = DONE, NO_KEY
 RECOMPUTED = "recomputed"  # the decode worker computed the prompt
 RETRY_S, MAX_RETRY_S = 60.0, 600.0
 FETCHED = b"vllm:external_prefix_cache_hits_total{"  # tokens
 COUNT_READS, COUNT_WAIT_S = 5, 0.1  # until the count of fetched tokens is up to date
 
-Link = tuple["Worker", "Worker"]
+Link = tuple[Worker, Worker]
 
 
 class LegError(ProxyError): ...
@@ -64,7 +64,7 @@ class NoKeyError(LegError):
 
 @dataclass(frozen=True, slots=True)
 class LinkRetry:
-    """When a failed pair is tried again; earlier if a worker restarts."""
+    """When a failed link is tried again; earlier if a worker restarts."""
 
     lives: Lives
     at: float
@@ -85,21 +85,22 @@ class Warmup:
         self._counts = counts
         self._room = asyncio.Semaphore(MAX_CONCURRENT)
         self._version = -1  # of the fleet, at the last check
-        self._left: dict[str, tuple[object, list[Link]]] = {}  # unconnected, by model
-        self._retries: dict[Link, LinkRetry] = {}  # failed pairs
+        # By model: the pool's state, and the links to make in it.
+        self._unmade: dict[str, tuple[object, list[Link]]] = {}
+        self._retries: dict[Link, LinkRetry] = {}  # failed links
         self._tries: set[asyncio.Task[str]] = set()  # in flight
         router.placer.links.are_made = connector.connects
 
     async def run(self) -> None:
         if not self._connector.connects:
             return
-        tasks: dict[tuple[Worker, Worker], asyncio.Task[None]] = {}
+        tasks: dict[Link, asyncio.Task[None]] = {}
         try:
             while True:
-                tasks = {pair: task for pair, task in tasks.items() if not task.done()}
-                for pair in self._pairs_to_connect(self.clock()):
-                    if pair not in tasks:
-                        tasks[pair] = asyncio.create_task(self._warm(*pair))
+                tasks = {link: task for link, task in tasks.items() if not task.done()}
+                for link in self._links_to_make(self.clock()):
+                    if link not in tasks:
+                        tasks[link] = asyncio.create_task(self._make_link(*link))
                 await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             await _cancel_tasks(tasks.values())
@@ -107,32 +108,32 @@ class Warmup:
                 await asyncio.wait(self._tries, timeout=FINISH_S)
             await _cancel_tasks(self._tries)
 
-    def _pairs_to_connect(self, now: float) -> Iterator[Link]:
-        """Yield the pairs to connect; list all pairs only when the pool changed."""
-        fleet, links = self._router.fleet, self._router.placer.links
-        if fleet.roster.version != self._version:
-            self._version = fleet.roster.version
-            workers = {*fleet.roster}
-            links.keep_only(workers)
+    def _links_to_make(self, now: float) -> Iterator[Link]:
+        """Yield the links to make; list all links only when the pool changed."""
+        roster, kv_links = self._router.fleet.roster, self._router.placer.links
+        if roster.version != self._version:
+            self._version = roster.version
+            workers = {*roster}
+            kv_links.keep_only(workers)
             self._retries = {k: v for k, v in self._retries.items() if workers.issuperset(k)}
-        for model in fleet.roster.models():
-            pool = fleet.roster.pool(model)
+        for model in roster.models():
+            pool = roster.pool(model)
             if not pool.prefills or not pool.num_decodes:
                 continue
             decodes = [w for w in pool.all if w.role is Role.DECODE]
-            since = pool, [w.up_since for w in (*pool.prefills, *decodes)]
-            pool_before, left = self._left.get(model, (None, []))
-            if pool_before != since:
-                left = [(prefill, decode) for prefill in pool.prefills for decode in decodes]
-            left = [pair for pair in left if not links.is_warm(*pair)]
-            self._left[model] = since, left
-            yield from (pair for pair in left if self._is_due(pair, now))
+            state = pool, [w.up_since for w in (*pool.prefills, *decodes)]
+            state_before, unmade = self._unmade.get(model, (None, []))
+            if state_before != state:
+                unmade = [(prefill, decode) for prefill in pool.prefills for decode in decodes]
+            unmade = [link for link in unmade if not kv_links.is_warm(*link)]
+            self._unmade[model] = state, unmade
+            yield from (link for link in unmade if self._is_due(link, now))
 
-    def _is_due(self, pair: Link, now: float) -> bool:
-        retry = self._retries.get(pair)
-        return retry is None or retry.at <= now or retry.lives != start_times(*pair)
+    def _is_due(self, link: Link, now: float) -> bool:
+        retry = self._retries.get(link)
+        return retry is None or retry.at <= now or retry.lives != start_times(*link)
 
-    async def _warm(self, prefill: Worker, decode: Worker) -> None:
+    async def _make_link(self, prefill: Worker, decode: Worker) -> None:
         started, lives = self.clock(), start_times(prefill, decode)
         last_retry = self._retries.get((prefill, decode))
         if last_retry is not None and last_retry.lives != lives:
@@ -140,24 +141,15 @@ class Warmup:
         for attempt in range(TRIES if last_retry is None else 1):
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
-            why = ""
             async with self._room:  # per try, so that a hung worker blocks few others
-                try:
-                    outcome = await self._shielded(self._connect_pair(prefill, decode))
-                except NoKeyError as error:
-                    outcome, why = NO_KEY, str(error)
-                except LegError as error:
-                    outcome, why = FAILED, str(error)
-                except Exception as error:  # a bug in a connector
-                    logger.exception("warm-up of a pair failed")
-                    outcome, why = FAILED, type(error).__name__
+                outcome, why = await self._try_link(prefill, decode)
             self._counts.count_warmup(outcome)
-            if outcome in (DONE, NO_KEY):
+            if outcome in NEEDS_NO_RETRY:
                 break
         if start_times(prefill, decode) != lives:
             return  # a worker restarted during the try
         links = self._router.placer.links
-        if outcome in (DONE, NO_KEY):
+        if outcome in NEEDS_NO_RETRY:
             self._retries.pop((prefill, decode), None)
             links.record_success(prefill, decode)
             links.set_warm(prefill, decode)
@@ -168,12 +160,20 @@ class Warmup:
             self._counts.count_barred(prefill.name, decode.name)
         self._log(prefill, decode, outcome, why, self.clock() - started)
 
-    async def _shielded(self, once: Coroutine[Any, Any, str]) -> str:
-        """Run a try that continues if its caller is cancelled."""
-        attempt = asyncio.create_task(once)
+    async def _try_link(self, prefill: Worker, decode: Worker) -> tuple[str, str]:
+        """Return the outcome of a try, and the error if there is one."""
+        attempt = asyncio.create_task(self._transfer(prefill, decode))
         self._tries.add(attempt)
         attempt.add_done_callback(self._tries.discard)
-        return await asyncio.shield(attempt)
+        try:
+            return await asyncio.shield(attempt), ""  # it goes on if this task is cancelled
+        except NoKeyError as error:
+            return NO_KEY, str(error)
+        except LegError as error:
+            return FAILED, str(error)
+        except Exception as error:  # a bug in a connector
+            logger.exception("warm-up of a pair failed")
+            return FAILED, type(error).__name__
 
     def _log(self, prefill: Worker, decode: Worker, outcome: str, why: str, seconds: float) -> None:
         link = f"{prefill.name} to {decode.name}"
@@ -202,7 +202,7 @@ class Warmup:
             self._retries[prefill, decode].pause_s,
         )
 
-    async def _connect_pair(self, prefill: Worker, decode: Worker) -> str:
+    async def _transfer(self, prefill: Worker, decode: Worker) -> str:
         connector = self._connector
         mark = os.urandom(16).hex()  # so that no part of the prompt is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")

@@ -6,7 +6,7 @@ CONTENT_LENGTH = b"\r\ncontent-length:"
 MAX_DIGITS = 18
 
 
-class KnownHead:
+class HeadPattern:
     """The bytes around the digits of Content-Length."""
 
     __slots__ = ("_after", "_before", "_size")
@@ -33,10 +33,10 @@ class KnownHead:
         return self._size + len(digits)
 
 
-def learn_head(data: bytes, length: bytes) -> KnownHead | None:
+def learn_head(data: bytes, length: bytes) -> HeadPattern | None:
     end = data.find(b"\r\n\r\n") + 4
     at = data[:end].lower().find(CONTENT_LENGTH)
     if at < 0 or not length.isdigit():
         return None
     at = data.find(length, at + len(CONTENT_LENGTH))
-    return KnownHead(data[:at], data[at + len(length) : end])
+    return HeadPattern(data[:at], data[at + len(length) : end])

@@ -85,14 +85,7 @@ class OutputReader:
                     return {BLOCKS: unescape(texts_of.findall(events))}
             return self._read(events)
         if any(key in events for key in OTHER_KEYS):
-            start = b'"tool_calls":[{"index":%d,"function":{"arguments":"' % self.call
-            count = events.count(start)
-            if (
-                count
-                and count == events.count(CHOICES)
-                and 2 * count == events.count(INDEX)
-                and not any(key in events for key in BESIDE_ARGUMENTS)
-            ):
+            if self._have_arguments_only(events):
                 return {TOOL_CALLS: unescape(ARGUMENTS.findall(events))}
             return self._read(events)
         texts: dict[str, str] = {}
@@ -100,6 +93,13 @@ class OutputReader:
             if key in events and (strings := texts_of.findall(events)):
                 texts[channel] = unescape(strings)
         return texts
+
+    def _have_arguments_only(self, events: bytes) -> bool:
+        """Return whether each event has arguments of the last tool call, and nothing else."""
+        count = events.count(b'"tool_calls":[{"index":%d,"function":{"arguments":"' % self.call)
+        if not count or count != events.count(CHOICES) or 2 * count != events.count(INDEX):
+            return False
+        return not any(key in events for key in BESIDE_ARGUMENTS)
 
     def _read(self, events: bytes) -> dict[str, str]:
         by_channel: dict[str, list[str]] = {}

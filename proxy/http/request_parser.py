@@ -13,7 +13,7 @@ import httptools
 
 from proxy.core.model.refusals import RefusedError
 from proxy.http.body_budget import BodyBudget, BodyCharge
-from proxy.http.head_cache import KnownHead, learn_head
+from proxy.http.head_cache import HeadPattern, learn_head
 from proxy.http.headers import malformed
 from proxy.http.request import Request, RequestHead, too_large
 
@@ -36,7 +36,7 @@ class HttpRequestParser:
 
     __slots__ = (
         "_blocks", "_body_charge", "_body_left", "_check_head", "_framing", "_head", "_is_last",
-        "_known_body_left", "_known_bytes", "_known_head", "_max_body", "_max_head", "_parser",
+        "_matched_body_left", "_matched_head", "_max_body", "_max_head", "_parser", "_pattern",
         "_pieces", "_ready_charge", "_requests_begun", "_unparsed", "ready", "state",
     )  # fmt: skip
 
@@ -65,13 +65,13 @@ class HttpRequestParser:
         self._unparsed = 0  # bytes since the last parsed part
         self._is_last = False
         self._framing = b""  # set while an upgrade's head is parsed again
-        self._known_bytes: KnownHead | None = None
-        self._known_head = self._head
-        self._known_body_left = 0
+        self._pattern: HeadPattern | None = None  # of the last head
+        self._matched_head = self._head
+        self._matched_body_left = 0
 
     def limit(self, max_head: int, max_body: int) -> None:
         self._max_head, self._max_body = max_head, max_body
-        self._known_bytes = None  # may exceed the limit
+        self._pattern = None  # may exceed the limit
 
     @property
     def request_id(self) -> bytes:
@@ -95,19 +95,16 @@ class HttpRequestParser:
 
     def feed(self, data: bytes) -> None:
         """Parse bytes; a `RefusedError` is final."""
-        if self._known_body_left:
+        pattern = self._pattern if self.state is ParserState.NOTHING else None
+        if self._matched_body_left:
             self._feed_body(data)
-        elif self.state is ParserState.NOTHING and self._known_bytes is not None:
-            known = self._known_bytes
-            if digits := known.digits_in(data):
-                self._feed_known(int(digits), data[known.size(digits) :])
-            else:
-                self._parse(data)
+        elif pattern is not None and (digits := pattern.digits_in(data)):
+            self._feed_matching(int(digits), data[pattern.size(digits) :])
         else:
             self._parse(data)
 
-    def _feed_known(self, length: int, data: bytes) -> None:
-        head = self._head = self._known_head
+    def _feed_matching(self, length: int, data: bytes) -> None:
+        head = self._head = self._matched_head
         if length > self._max_body:
             self.state = ParserState.BODY  # makes `request_id` valid
             raise too_large(self._max_body)
@@ -116,17 +113,17 @@ class HttpRequestParser:
             return
         self.state = ParserState.BODY
         self._discard_body()
-        self._known_body_left = length
+        self._matched_body_left = length
         self._feed_body(data)
 
     def _feed_body(self, data: bytes) -> None:
-        left = self._known_body_left - len(data)
+        left = self._matched_body_left - len(data)
         rest = b""
         if left < 0:
-            rest = data[self._known_body_left :]
-            data = data[: self._known_body_left]
+            rest = data[self._matched_body_left :]
+            data = data[: self._matched_body_left]
         self._add_piece(data)
-        self._known_body_left = max(left, 0)
+        self._matched_body_left = max(left, 0)
         if left <= 0:
             self.state = ParserState.NOTHING
             self.ready.append(Request(self._head, self._take_body()))
@@ -211,10 +208,10 @@ class HttpRequestParser:
 
     def _remember_head(self, data: bytes) -> None:
         head = self._head
-        self._known_bytes = None
+        self._pattern = None
         if head.keep_alive and head.refusal is None and UNCACHED_HEADERS.isdisjoint(head.special):
-            self._known_bytes = learn_head(data, head.special.get(b"content-length", b""))
-            self._known_head = head
+            self._pattern = learn_head(data, head.special.get(b"content-length", b""))
+            self._matched_head = head
 
     def _head_too_large(self) -> RefusedError:
         message = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httptools
 
-from proxy.http.head_cache import MAX_DIGITS, KnownHead, learn_head
+from proxy.http.head_cache import MAX_DIGITS, HeadPattern, learn_head
 from proxy.http.headers import RESPONSE_HEADERS, remove_headers, seconds, status_line, tokens
 
 # Bytes of head or framing; more than one read of the transport.
@@ -58,14 +58,14 @@ class ResponseParser:
     """The responses of one connection, one at a time."""
 
     __slots__ = (
-        "_in_chunk", "_interim", "_known_bytes", "_known_head", "_parser", "_reading", "_surplus",
+        "_in_chunk", "_interim", "_matched_head", "_parser", "_pattern", "_reading", "_surplus",
         "_unparsed", "between_chunks", "ended", "head", "pieces", "reusable",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._known_bytes: KnownHead | None = None
-        self._known_head = ResponseHead()
+        self._pattern: HeadPattern | None = None
+        self._matched_head = ResponseHead()
         self.expect()
 
     def expect(self) -> None:
@@ -87,29 +87,29 @@ class ResponseParser:
     def feed(self, data: bytes) -> None:
         """Parse bytes; a `ResponseError` is final."""
         fresh = self.head is None and not self._unparsed
-        if fresh and self._known_bytes is not None and self._feed_known(self._known_bytes, data):
+        if fresh and self._pattern is not None and self._feed_matching(self._pattern, data):
             return
         self._parse(data)
         if fresh and self.ended and self.reusable:
             self._remember_head(data)
 
-    def _feed_known(self, known: KnownHead, data: bytes) -> bool:
-        """Return True if these bytes are a whole response with the known head."""
-        digits = known.digits_in(data)
-        size = known.size(digits)
+    def _feed_matching(self, pattern: HeadPattern, data: bytes) -> bool:
+        """Return True if these bytes are a whole response with a matching head."""
+        digits = pattern.digits_in(data)
+        size = pattern.size(digits)
         if not digits or len(data) - size != int(digits):
             return False
-        self.head = self._known_head.with_length(digits)
+        self.head = self._matched_head.with_length(digits)
         self.pieces.append(data[size:])
         self.ended = self.reusable = True
         return True
 
     def _remember_head(self, data: bytes) -> None:
-        head, self._known_bytes = self.head, None
+        head, self._pattern = self.head, None
         if head is not None and head.status == OK and head.length is not None:
-            known = learn_head(data, head.length)
-            if known is not None and len(data) - known.size(head.length) == int(head.length):
-                self._known_bytes, self._known_head = known, head
+            pattern = learn_head(data, head.length)
+            if pattern is not None and len(data) - pattern.size(head.length) == int(head.length):
+                self._pattern, self._matched_head = pattern, head
 
     def _parse(self, data: bytes) -> None:
         self._unparsed += len(data)

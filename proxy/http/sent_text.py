@@ -142,12 +142,12 @@ class SentText:
 
 
 class RestOfText:
-    __slots__ = ("_checksums", "_ended", "_held", "_left", "_new", "_reader", "is_reached")
+    __slots__ = ("_checksums", "_ended", "_held", "_left", "_new", "_reader", "is_caught_up")
 
     def __init__(
         self, texts: dict[str, tuple[int, int]], *, messages: bool = False, ended: bool = False
     ) -> None:
-        self.is_reached = False  # the rest passes unchanged
+        self.is_caught_up = False  # the rest passes unchanged
         self._ended = ended  # only the usage is new
         self._reader = OutputReader(messages=messages)
         # Characters and checksum of what is still to be repeated.
@@ -158,7 +158,7 @@ class RestOfText:
 
     def feed(self, data: bytes) -> bytes:
         """Return the events that are new; raise `TextDiffersError` if the beginning differs."""
-        reached = self.is_reached
+        reached = self.is_caught_up
         if reached:
             return data
         data = self._held + data
@@ -166,7 +166,7 @@ class RestOfText:
             event, data = data[:end], data[end:]
             if new := self._new_in(event):
                 self._new.append(new)
-            if self.is_reached:
+            if self.is_caught_up:
                 new, self._new = b"".join(self._new), []
                 return new + data
         if len(data) > MAX_EVENT_BYTES or sum(map(len, self._new)) > MAX_NEW_BYTES:
@@ -193,12 +193,12 @@ class RestOfText:
             if ends:
                 self._end_early()
         elif ends or (parts and not self._ended):
-            self.is_reached = True
+            self.is_caught_up = True
         known_chars = sum(count for _, count in parts)
         has_new_text = known_chars < sum(len(part.text) for part, _ in parts)
         if has_new_text and self._ended:
             raise TextDiffersError
-        if not has_new_text and (self._ended or not ends):
+        if self._ended or not (has_new_text or ends):
             return b""
         if not known_chars:
             return event
@@ -252,7 +252,7 @@ class RestBehindText(RestOfText):
 
     def _end_early(self) -> None:
         self._left.clear()
-        self.is_reached = True
+        self.is_caught_up = True
 
 
 def message_in(data: bytes) -> str:

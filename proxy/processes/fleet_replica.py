@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import product
 from typing import NamedTuple
 
 from proxy.core.fleet.worker import Worker
@@ -23,6 +24,7 @@ from proxy.processes.shared.process_sheet import MAX_WORKERS
 logger = logging.getLogger(__name__)
 
 NO_ROW = -1
+Life = tuple[str, float]  # a worker's name, and when it was up
 
 
 class AssignedRow(NamedTuple):
@@ -52,7 +54,7 @@ class FleetReplica:
         self._rows = WorkerRows(shared_load, clock)
         self._rows_of: dict[Worker, AssignedRow] = {}
         self._sent_states: dict[Worker, tuple[object, ...]] = {}
-        self._sent_links: set[tuple[str, float, str, float]] = set()
+        self._sent_links: set[tuple[Life, Life]] = set()
         self._checked_versions = (-1, -1)  # versions of links and fleet at the last check
         self._sends_all = False
 
@@ -152,16 +154,15 @@ class FleetReplica:
         if not links.are_made or seen == self._checked_versions:
             return ()
         self._checked_versions = seen
-        up = {(worker.name, worker.up_since) for worker in self._fleet.roster}
-        self._sent_links = {key for key in self._sent_links if key[:2] in up and key[2:] in up}
+        lives = {*map(_life, self._fleet.roster)}
+        self._sent_links = {link for link in self._sent_links if lives.issuperset(link)}
         warm = []
         for pool in {self._fleet.roster.pool(model) for model in self._fleet.roster.models()}:
-            for prefill in pool.prefills:
-                for decode in pool.all:
-                    key = prefill.name, prefill.up_since, decode.name, decode.up_since
-                    if key not in self._sent_links and links.is_warm(prefill, decode):
-                        self._sent_links.add(key)
-                        warm.append((prefill.name, decode.name))
+            for prefill, decode in product(pool.prefills, pool.all):
+                link = _life(prefill), _life(decode)
+                if link not in self._sent_links and links.is_warm(prefill, decode):
+                    self._sent_links.add(link)
+                    warm.append((prefill.name, decode.name))
         return tuple(warm)
 
     # Followers
@@ -239,6 +240,10 @@ class FleetReplica:
         self._rows_of.pop(worker, None)
         self._sent_states.pop(worker, None)
         self._shared_load.forget_worker(worker)
+
+
+def _life(worker: Worker) -> Life:
+    return worker.name, worker.up_since
 
 
 def _assigned_row_of(known: KnownWorker) -> AssignedRow:

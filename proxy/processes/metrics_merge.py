@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 
 from proxy.core.model.types import NONE
@@ -85,20 +86,23 @@ def read(text: str) -> Page:
 def add_up(pages: Iterable[Page]) -> Page:
     """Return the sum of several pages; the leader's page comes first."""
     total: Page = {}
-    for page in pages:
-        for name, family in page.items():
-            if name in LEADER_ONLY and name in total:
-                continue
-            merged = total.setdefault(name, MergedFamily(family.kind, family.help))
-            adds = family.kind != "gauge" or name in SUMMED_GAUGES
-            for series, value in family.series.items():
-                if series not in merged.series:
-                    merged.series[series] = value
-                elif name in ANY_PROCESS:
-                    merged.series[series] = max(merged.series[series], value)
-                elif adds and name not in EQUAL_COUNTERS:
-                    merged.series[series] += value
+    for name, family in chain.from_iterable(page.items() for page in pages):
+        if name not in total:
+            total[name] = MergedFamily(family.kind, family.help, {**family.series})
+        elif name not in LEADER_ONLY:
+            _add_series(total[name].series, name, family)
     return total
+
+
+def _add_series(total: dict[str, float], name: str, family: MergedFamily) -> None:
+    is_sum = family.kind != "gauge" or name in SUMMED_GAUGES
+    for series, value in family.series.items():
+        if series not in total:
+            total[series] = value
+        elif name in ANY_PROCESS:
+            total[series] = max(total[series], value)
+        elif is_sum and name not in EQUAL_COUNTERS:
+            total[series] += value
 
 
 def own_counts(page: Page) -> Page:

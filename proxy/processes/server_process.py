@@ -63,30 +63,22 @@ EXIT_FAILURE = 1
 
 class ServerProcess:
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
-        loop = asyncio.get_running_loop()
-        first = begin.started_with
+        started_with = begin.started_with
         self.app = App(
-            begin.config, begin.source, read=begin.read, started_with=first, keys=begin.keys
+            begin.config, begin.source, read=begin.read, started_with=started_with, keys=begin.keys
         )
-        self.app.logs.take_over(f"[{index}] ")
-        self.app.siblings = self
-        self.app.wire.write_metrics = self.page
-        self.app.live.collect_all = self.live_updates
-        self.app.logs.change_all = self.change_logs
-        recorder = self.app.live.recorder
-        recorder.process_index, recorder.num_processes = index, begin.processes
+        self._connect_app(index, begin.processes)
         clock, router = time.monotonic, self.app.router
         shared = SharedTable(table, begin.processes)
-        soon: Callable[[Callable[[], None]], object] = loop.call_soon
+        soon: Callable[[Callable[[], None]], object] = asyncio.get_running_loop().call_soon
         alone = begin.processes == 1
         if alone:
             soon = FlushTimer(lambda: self._shared_load.has_urgent()).start  # noqa: PLW0108 -- made next
         self._shared_load, self._queues = share_router(
             router, shared, index, clock, soon, life=time.monotonic_ns()
         )
-        router.report_stored_response = self._publish_response
         self._limiter: SharedLimiter | None = None  # decides tenants' limits for all hosts
-        if (settings := first.router.shared) is not None:
+        if (settings := started_with.router.shared) is not None:
             password = begin.keys.shared
             limiter = SharedLimiter(settings, password, router.tenants, shared, clock)
             self._limiter = limiter
@@ -108,6 +100,17 @@ class ServerProcess:
         self._listens = False
         self.ended = asyncio.Event()
         self.failed = False
+
+    def _connect_app(self, index: int, processes: int) -> None:
+        """Let the app report to the other processes, and collect from them."""
+        app, recorder = self.app, self.app.live.recorder
+        app.siblings = self
+        app.wire.write_metrics = self.page
+        app.live.collect_all = self.live_updates
+        app.logs.change_all = self.change_logs
+        app.logs.take_over(f"[{index}] ")
+        app.router.report_stored_response = self._publish_response
+        recorder.process_index, recorder.num_processes = index, processes
 
     async def run(self, admin: socket.socket) -> None:
         """Serve until `ended` is set."""
@@ -185,7 +188,6 @@ class ServerProcess:
     # Interface for the app
 
     def reloaded(self, config: FleetConfig, keys: SecretKeys) -> None:
-        """Send a reloaded file and its keys to the other processes."""
         self._channel.send(ConfigReloaded(config, keys))
 
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
@@ -210,7 +212,6 @@ class ServerProcess:
         self._channel.send(WorkerDrained(name, draining, at_once))
 
     async def move_requests(self, name: str) -> MovedRequests:
-        """Move a drained worker's requests in all processes."""
         counts: list[MovedRequests] = await self._ask("move", name)
         remaining: Counter[str] = Counter()
         for _, left in counts:
@@ -246,7 +247,7 @@ class ServerProcess:
             return None
         if kind == "move":
             return await self.app.wire.moves.move_all(argument)
-        return list(self.app.recent.newest(*argument))
+        return list(self.app.metrics.recent.newest(*argument))
 
     def _publish_response(self, response_id: str, worker: str, tenant: str) -> None:
         self._channel.send(StoredResponses(((response_id, worker, tenant),)))

@@ -29,7 +29,7 @@ from proxy.health.breaker_log import BreakerLog
 from proxy.health.probe import Prober
 from proxy.journal.journals import Journals
 from proxy.metrics.handovers import FallbackLog
-from proxy.metrics.recent import RecentRequest, RecentRequests, RequestFilter
+from proxy.metrics.recent import RecentRequest, RequestFilter
 from proxy.metrics.registry import Metrics
 from proxy.net.tls import ServedContext, check_tls, to_worker
 from proxy.setup.memory import return_freed_memory
@@ -87,38 +87,38 @@ class App:
         self.source = source
         self._read = read  # reads the file with the same overrides as the first time
         self.started_with = started_with or config
-        config = as_started(config, self.started_with)
-        probe = config.router.probe
+        in_effect = as_started(config, self.started_with)
+        probe = in_effect.router.probe
         self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after, clock=monotonic)
-        for spec in specs(config):
+        for spec in specs(in_effect):
             self.fleet.roster.add(spec)
-        self.router = Router(router_settings(config), self.fleet)
-        keys = self._keys = keys or SecretKeys.read(config, str(source))
-        apply_tenants(self.router.tenants, config, keys.tenants)
+        self.router = Router(router_settings(in_effect), self.fleet)
+        keys = self._keys = keys or SecretKeys.read(in_effect, str(source))
+        apply_tenants(self.router.tenants, in_effect, keys.tenants)
         self.metrics = Metrics(self.router)
-        kv_connector = connector(config.transfer) if config.transfer is not None else None
+        kv_connector = connector(in_effect.transfer) if in_effect.transfer is not None else None
         self.wire = WireServer(
-            self.router, wire_settings(config), self.metrics, connector=kv_connector
+            self.router, wire_settings(in_effect), self.metrics, connector=kv_connector
         )
         self.prober = Prober(self.router, probe)
         self.balance = Balance(self.router)
-        warms_up = config.transfer is not None and config.transfer.warmup
-        self.warmup = self._warmup(kv_connector) if kv_connector and warms_up else None
-        self.discovery = Discovery(self.fleet.roster, config, keys.pools, worker_spec)
+        warms_up = in_effect.transfer is not None and in_effect.transfer.warmup
+        self.warmup = self._make_warmup(kv_connector) if kv_connector and warms_up else None
+        self.discovery = Discovery(self.fleet.roster, in_effect, keys.pools, worker_spec)
         self.journals = Journals(self.fleet.roster, keys.journal)
-        self._minute = LiveState(self.metrics, lambda: self.wire.draining)
-        self.live = LiveView(self.metrics, self._minute, self.wire.clock)
-        self.logs = Logs(config, self.metrics, keys=keys.plain)
-        self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
+        self._live_state = LiveState(self.metrics, lambda: self.wire.draining)
+        self.live = LiveView(self.metrics, self._live_state, self.wire.clock)
+        self.logs = Logs(in_effect, self.metrics, keys=keys.plain)
+        self.tracing = Tracing(in_effect.router.tracing) if in_effect.router.tracing else None
         self._connect_metrics()
-        self.batches = self._batches(config.router.batches)
+        self.batches = self._make_batches(in_effect.router.batches)
         self.siblings: SiblingProcesses | None = None  # set in a router of several processes
         self.is_leader = False
         self.objects_frozen = False  # true once garbage collection skips what the start made
         self.admin_key = AdminKey()
         self.admin_key.set(keys.admin)
-        check_tls(config, str(source))
-        own, admin = config.router.tls, config.router.admin.tls
+        check_tls(in_effect, str(source))
+        own, admin = in_effect.router.tls, in_effect.router.admin.tls
         self._tls = ServedContext(own) if own else None
         self.admin_tls = ServedContext(admin) if admin else None
         self.wire.tls = self._tls.context if self._tls else None
@@ -127,14 +127,13 @@ class App:
         self._tasks: list[asyncio.Task[None]] = []
         self._reloading = asyncio.Lock()  # keeps an older file from replacing a newer one
 
-    def _warmup(self, kv_connector: Connector) -> Warmup:
+    def _make_warmup(self, kv_connector: Connector) -> Warmup:
         # Imports an HTTP client library that takes 10 MB.
         from proxy.health.warmup import Warmup
 
         return Warmup(self.router, kv_connector, self.metrics.handovers)
 
     def _connect_metrics(self) -> None:
-        """Let the metrics read the counts of other objects, and the tracing see requests."""
         self.metrics.discovered = self.discovery.counts
         self.metrics.journals = self.journals.counts
         self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
@@ -142,7 +141,7 @@ class App:
             self.metrics.begin_trace = self.tracing.begin
             self.metrics.at_end += (self.tracing.export_request,)
 
-    def _batches(self, config: BatchesConfig) -> Batches | None:
+    def _make_batches(self, config: BatchesConfig) -> Batches | None:
         """Create the batch service; import its database only if batches are on."""
         if not config.are_on:
             return None
@@ -168,7 +167,7 @@ class App:
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen for clients, on the given sockets if any."""
-        snapshots = self._minute.run(self.wire.clock)
+        snapshots = self._live_state.run(self.wire.clock)
         memory = return_freed_memory(lambda: self.wire.large_bodies.added)
         self._tasks += [
             asyncio.create_task(snapshots, name="the last minute"),
@@ -221,21 +220,16 @@ class App:
         port = self._admin.port if self._admin else admin.port
         return url_of(admin.host, port, self.started_with.router.admin.tls)
 
-    @property
-    def recent(self) -> RecentRequests:
-        return self.metrics.recent
-
     async def decisions(self, limit: int, wanted: RequestFilter) -> list[RecentRequest]:
         if self.siblings is not None:
             return await self.siblings.decisions(limit, wanted)
-        return list(self.recent.newest(limit, wanted))
+        return list(self.metrics.recent.newest(limit, wanted))
 
     def report_drain(self, name: str, *, draining: bool, at_once: bool) -> None:
         if self.siblings is not None:
             self.siblings.report_drain(name, draining=draining, at_once=at_once)
 
     async def move_requests(self, name: str) -> MovedRequests:
-        """Move a drained worker's requests to others, and return after a few seconds."""
         if self.siblings is not None:
             return await self.siblings.move_requests(name)
         return await self.wire.moves.move_all(name)
@@ -252,7 +246,6 @@ class App:
         self.logs.hide_keys(spec.api_key for spec in workers if spec.api_key is not None)
 
     def remove_worker(self, name: str) -> None:
-        """Remove a worker until the next reload; its requests in flight finish."""
         if pool := self.discovery.pool_of(name):
             raise ProxyError(
                 f"worker {name!r} was found by discovery (pool {pool}), which would add it again; "
@@ -294,34 +287,31 @@ class App:
             if not follows:
                 raise
             logger.error("TLS files keep their previous content:\n%s", error)
-        new_config, config = config, as_started(config, self.started_with)
-        keys = keys or SecretKeys.read(config, str(self.source))
-        refuse_anonymous_access(config, config.router.host, str(self.source))
-        reconfigured = self.discovery.reconfigure(config, keys.pools)
+        in_effect = as_started(config, self.started_with)
+        keys = keys or SecretKeys.read(in_effect, str(self.source))
+        refuse_anonymous_access(in_effect, in_effect.router.host, str(self.source))
+        reconfigured = self.discovery.reconfigure(in_effect, keys.pools)
         # From here on nothing can fail.
-        self.config, self._keys = new_config, keys
-        probe = self.prober.settings = config.router.probe
+        self.config, self._keys = config, keys
+        probe = self.prober.settings = in_effect.router.probe
         self.fleet.health.down_after, self.fleet.health.up_after = probe.down_after, probe.up_after
         # Followers get their workers from the leader.
-        workers = (
-            [w.spec for w in self.fleet.roster] if follows else [*reconfigured, *specs(config)]
-        )
-        self.router.reconfigure(router_settings(config), workers)
-        apply_tenants(self.router.tenants, config, keys.tenants)
+        own = [worker.spec for worker in self.fleet.roster]
+        workers = own if follows else [*reconfigured, *specs(in_effect)]
+        self.router.reconfigure(router_settings(in_effect), workers)
+        apply_tenants(self.router.tenants, in_effect, keys.tenants)
         self.admin_key.set(keys.admin)
         self.journals.set_key(keys.journal)
-        for shown, tls in (
-            (self._tls, config.router.tls),
-            (self.admin_tls, config.router.admin.tls),
-        ):
-            if shown is not None and tls is not None:
-                shown.renew(tls)
+        router = in_effect.router
+        for served, tls in (self._tls, router.tls), (self.admin_tls, router.admin.tls):
+            if served is not None and tls is not None:
+                served.renew(tls)
         if self.is_leader:
             self.discovery.reloaded()
-        self.wire.reconfigure(wire_settings(config))
-        self.logs.reconfigure(config, keys.plain)
+        self.wire.reconfigure(wire_settings(in_effect))
+        self.logs.reconfigure(in_effect, keys.plain)
         if self.batches is not None:
-            self.batches.reconfigure(config.router.batches)
+            self.batches.reconfigure(router.batches)
         return changed
 
     def _reread_config(self, source: Path) -> FleetConfig:
@@ -343,7 +333,6 @@ class App:
 
     @property
     def drain_s(self) -> float:
-        """How long requests may take to finish during a drain, in seconds."""
         return self.config.router.drain_s
 
     def close_admin(self) -> None:

@@ -149,7 +149,7 @@ class LiveView:
         }
         figures = [part.figures for part in parts if part.figures is not None]
         if figures:
-            update["state"] = self._state(now, figures)
+            update["state"] = self._state.as_json(now, figures)
         message = event("news", update)
         full_state: bytes | None = None
         for viewer in list(self._viewers):
@@ -173,7 +173,7 @@ class LiveView:
             "now": round((now - self._zero) * 1000),
             "rows": [row for part in parts for row in part.last_minute or ()],
             "ticks": [],
-            "state": self._state(now, figures),
+            "state": self._state.as_json(now, figures),
         }
         return event("all", data)
 

@@ -25,8 +25,8 @@ MAX_LATENCY_ROWS = 12  # latency rows per kind
 QUANTILES = (0.5, 0.99)
 ANY = "all"
 HEALTHY_STATES = ("up", "draining", "drained")  # or stopped by an operator
-KINDS = ("TTFT", "TPOT", "ITL")
-TENANT_COUNTERS = ("tokens", "limited")  # shown since the start and for the last minute
+TTFT, TPOT, ITL = KINDS = "TTFT", "TPOT", "ITL"
+TOKENS, LIMITED = TENANT_COUNTERS = "tokens", "limited"
 Key = tuple[str, ...]
 
 
@@ -71,8 +71,8 @@ class LiveState:
             },
         )
 
-    def __call__(self, now: float, counted: Sequence[LiveCounts] = ()) -> dict[str, Any]:
-        """Return the state as JSON, with the counts of several processes if given."""
+    def as_json(self, now: float, counted: Sequence[LiveCounts] = ()) -> dict[str, Any]:
+        """Return the state with the counts of these processes, by default of this one."""
         counted = counted or [self.figures(now)]
         covers = [counts.covers_s for counts in counted if counts.covers_s is not None]
         router = self._metrics.router
@@ -81,6 +81,7 @@ class LiveState:
         tenants = list(islice(router.tenants, MAX_TENANTS))
         rows = list(latencies(counted))
         shown = busiest(rows)
+        requests, queued_bytes = _sums(counts.queue for counts in counted)
         return {
             "version": VERSION,
             "policy": router.settings.policy,
@@ -88,9 +89,9 @@ class LiveState:
             "covers_s": round(min(covers), 1) if covers else None,
             "clients": sum(counts.clients for counts in counted),
             "queue": {
-                "requests": sum(counts.queue[0] for counts in counted),
+                "requests": requests,
                 "limit": router.queue.max_requests,
-                "bytes": sum(counts.queue[1] for counts in counted),
+                "bytes": queued_bytes,
             },
             "workers": [_worker(worker, now) for worker in workers],
             "pools": _pools(roster),
@@ -108,20 +109,16 @@ class LiveState:
 
     def _tenant(self, tenant: Tenant, counted: Sequence[LiveCounts]) -> dict[str, Any]:
         name = tenant.name
-        now = [counts.tenants.get(name, (0, 0)) for counts in counted]
-        of = {
-            kind: [e.counts.get((kind, name), (0, 0)) for e in counted] for kind in TENANT_COUNTERS
-        }
-        return {
+        requests, waiting = _sums(counts.tenants.get(name, (0, 0)) for counts in counted)
+        shown: dict[str, Any] = {
             "name": name,
             "class": tenant.spec.rank.name.lower(),
-            "requests": sum(running for running, _ in now),
-            "waiting": sum(waiting for _, waiting in now),
-            **{
-                kind: [sum(numbers) for numbers in zip(*of[kind], strict=True)]
-                for kind in TENANT_COUNTERS
-            },
+            "requests": requests,
+            "waiting": waiting,
         }
+        for kind in TENANT_COUNTERS:
+            shown[kind] = _sums(counts.counts.get((kind, name), (0, 0)) for counts in counted)
+        return shown
 
     def _counts(self) -> Iterator[tuple[Key, int]]:
         metrics = self._metrics
@@ -141,16 +138,20 @@ class LiveState:
         yield ("answered", ""), sum(counter.count for counter in metrics.requests.values())
         for tenant in islice(metrics.router.tenants, MAX_TENANTS):
             totals = tenant.totals
-            yield (TENANT_COUNTERS[0], tenant.name), totals.prompt_tokens + totals.output_tokens
-            yield (TENANT_COUNTERS[1], tenant.name), sum(totals.limited.values())
+            yield (TOKENS, tenant.name), totals.prompt_tokens + totals.output_tokens
+            yield (LIMITED, tenant.name), sum(totals.limited.values())
 
     def _histograms(self) -> Iterator[tuple[Key, Histogram]]:
         metrics = self._metrics
-        for kind, table in ((KINDS[0], metrics.ttft), (KINDS[1], metrics.tpot)):
+        for kind, table in ((TTFT, metrics.ttft), (TPOT, metrics.tpot)):
             for key, histogram in table.items():
                 yield (kind, *key), histogram
         for (pool, size), histogram in metrics.gaps.items():
-            yield (KINDS[2], str(pool), ANY, size), histogram
+            yield (ITL, str(pool), ANY, size), histogram
+
+
+def _sums(pairs: Iterable[tuple[int, int]]) -> list[int]:
+    return [*map(sum, zip(*pairs, strict=True))]
 
 
 def grown(counted: Sequence[LiveCounts], kind: str) -> list[tuple[str, int, int]]:
@@ -175,7 +176,7 @@ def latencies(counted: Sequence[LiveCounts]) -> Iterator[dict[str, Any]]:
     for key, counts in sorted(latencies.items(), key=lambda item: KINDS.index(item[0][0])):
         if any(counts):
             kind, pool, model, size = key
-            bounds = TTFT_BOUNDS if kind == KINDS[0] else GAP_BOUNDS
+            bounds = TTFT_BOUNDS if kind == TTFT else GAP_BOUNDS
             p50, p99 = (quantile(share, counts, bounds) for share in QUANTILES)
             yield {
                 "what": kind, "pool": pool, "model": model, "size": size,

@@ -115,12 +115,13 @@ class Tracing:
         flags = TraceFlags(TraceFlags.SAMPLED)
         legs = {leg.span for leg in trace.legs}
         for span in spans_of(seen, trace, now, route, reason):
-            own = span.id == trace.span
-            failed = own and status >= SERVER_ERROR
-            if own:
+            whole = span.id == trace.span
+            kind = SpanKind.CLIENT if span.id in legs else SpanKind.INTERNAL
+            if whole:
+                kind = SpanKind.SERVER
                 span.attributes["http.response.status_code"] = status
-            above = SpanContext(trace.trace, span.parent, is_remote=own, trace_flags=flags)
-            kind = SpanKind.SERVER if own else SpanKind.INTERNAL
+            failed = whole and status >= SERVER_ERROR
+            above = SpanContext(trace.trace, span.parent, is_remote=whole, trace_flags=flags)
             self._processor.on_end(
                 ReadableSpan(
                     name=span.name,
@@ -128,7 +129,7 @@ class Tracing:
                     parent=above if span.parent else None,
                     resource=self._resource,
                     attributes={k: v for k, v in span.attributes.items() if v is not None},
-                    kind=SpanKind.CLIENT if span.id in legs else kind,
+                    kind=kind,
                     status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
                     start_time=span.start_ns,
                     end_time=max(span.end_ns, span.start_ns),
@@ -169,11 +170,12 @@ def spans_of(
         waited_until = seen.started + seen.queue_s
         yield Span("queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {})
     # Without a leg, `ends` still has one item: the request was refused, or the client left.
-    ends = [after.at_ns for after in trace.legs[1:]] + [wall]
-    for number, (leg, end) in enumerate(zip(trace.legs, ends, strict=False)):
-        handed = number > 0 and trace.legs[number - 1].role == PREFILL
+    ends = [*(leg.at_ns for leg in trace.legs[1:]), wall]
+    role_before = ""
+    for leg, end in zip(trace.legs, ends, strict=False):
         attributes = {"proxy.worker": leg.worker}
-        yield Span(_name(leg, handed), leg.span, trace.span, leg.at_ns, end, attributes)
+        yield Span(_name(leg, role_before), leg.span, trace.span, leg.at_ns, end, attributes)
+        role_before = leg.role
     if first is None or not trace.legs:
         return
     last = trace.legs[-1]
@@ -182,7 +184,7 @@ def spans_of(
     yield Span("decode", new_id(64), last.span, ns(first), wall, {})
 
 
-def _name(leg: WorkerSpan, handed: bool) -> str:
+def _name(leg: WorkerSpan, role_before: str) -> str:
     if leg.role == PREFILL:
         return "prefill leg"
-    return "decode leg" if handed else "serve"
+    return "decode leg" if role_before == PREFILL else "serve"

@@ -112,7 +112,6 @@ class WireServer:
         metrics.under_way = self._records_in_flight
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
-        """Listen on `sock` or a new socket."""
         where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
         self.port = await self._listener.open(where, self._tls())
         self.ticks.start()
@@ -192,11 +191,8 @@ class WireServer:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
-            refusal = (
-                extension.refuse_disabled(head)
-                if self.extension is None
-                else self.extension.find(head)
-            )
+            own = self.extension
+            refusal = extension.refuse_disabled(head) if own is None else own.find(head)
             route = refusal or route
         if isinstance(route, Refusal):
             head.refusal = route

@@ -431,7 +431,7 @@ async def test_prefill_and_decode_fleet_warms_up_then_hands_over(
         await eventually(lambda: app.metrics.handovers.warmups == {"done": 1}, within=DEADLINE_S)
         assert await ask(app, chat("hello " * 50)) == 200
         assert kv.ends() == ["read", "read"]
-        [shown] = app.recent.newest(9)  # no entry of the warm-up
+        [shown] = app.metrics.recent.newest(9)  # no entry of the warm-up
         assert (shown.prefill_worker, shown.worker) == ("a", "b")
         await eventually(lambda: [side.model for side in app.balance.shown()] == ["tiny"])
         write_pair(tmp_path, fakes, "lmcache")

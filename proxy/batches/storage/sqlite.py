@@ -170,15 +170,7 @@ def connect(path: Path) -> sqlite3.Connection:
         # Acknowledged writes survive a power failure.
         connection.execute("PRAGMA synchronous = FULL")
         with transaction(connection):
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in TABLES.split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-            has_table = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
-            if version in (0, VERSION) and connection.execute(has_table).fetchone() is None:
-                for statement in sqlite_usage():
-                    connection.execute(statement)
+            version = _create_tables(connection)
     except (OSError, sqlite3.Error) as error:
         raise DiskError(f"{SETTING}: {path}: {error}; name a writable folder") from None
     if version not in (0, VERSION):
@@ -188,6 +180,20 @@ def connect(path: Path) -> sqlite3.Connection:
             f"{VERSION}); give another folder"
         )
     return connection
+
+
+def _create_tables(connection: sqlite3.Connection) -> int:
+    """Create missing tables; return the version that the database had, 0 if it was empty."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        for statement in TABLES.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {VERSION}")
+    has_table = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
+    if version in (0, VERSION) and connection.execute(has_table).fetchone() is None:
+        for statement in sqlite_usage():
+            connection.execute(statement)
+    return int(version)
 
 
 @contextmanager

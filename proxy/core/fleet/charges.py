@@ -11,14 +11,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from proxy.core.fleet import kv_usage
-from proxy.core.fleet.leases import (
-    FIRST_ATTEMPT,
-    Attempts,
-    Charge,
-    Decision,
-    HandoverDecision,
-    Lease,
-)
+from proxy.core.fleet.leases import FIRST_ATTEMPT, Attempts, Decision, HandoverDecision, Lease
 from proxy.core.fleet.monitoring import WorkerHealth
 from proxy.core.fleet.roster import Roster, time_zero
 from proxy.core.fleet.worker import Worker
@@ -61,8 +54,7 @@ class Fleet:
         cached = int(decision.cached_tokens * (1.0 - worker.pace.evicted_share))
         prefill = (info.prompt_tokens - cached or 1) if info.needs_engine else 0
         decode = info.expected_output * info.samples
-        charge = Charge(worker, prefill, decode, info.prompt_tokens + decode)
-        lease = Lease(info, attempts, decision, charge, now)
+        lease = Lease(info, attempts, decision, worker, now, prefill, decode)
         self._charge_prefill(lease, now)
         pace = worker.pace
         if info.generates and not info.stream:
@@ -118,14 +110,12 @@ class Fleet:
         first = handover.prefill
         cached = int(handover.cached_tokens * (1.0 - first.pace.evicted_share))
         prefill = info.prompt_tokens - cached or 1
-        charge = Charge(first, prefill, 0, info.prompt_tokens)
-        prefill_leg = Lease(info, attempts, decision, charge, now)
+        prefill_leg = Lease(info, attempts, decision, first, now, prefill, 0)
         self._charge_prefill(prefill_leg, now)
         self.roster.load_changed(first)
         worker = decision.worker
         decode = info.expected_output * info.samples
-        charge = Charge(worker, 0, decode, info.prompt_tokens + decode)
-        lease = Lease(info, attempts, decision, charge, now)
+        lease = Lease(info, attempts, decision, worker, now, 0, decode)
         lease.prefill, lease.sent = prefill_leg, False
         worker.last_used = next(self.roster.numbers)
         worker.requests += 1

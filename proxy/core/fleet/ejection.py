@@ -69,25 +69,23 @@ class Ejections:
         self.live_changed()
 
     def breaker_changed(self, worker: Worker, now: float) -> None:
-        ejected, listener = self.ejected, self.listener
-        was_ejected = worker in ejected
+        was_ejected = worker in self.ejected
         is_ejected = not worker.breaker.closed and self._workers.get(worker.name) is worker
         if not (is_ejected or was_ejected):
             return
         key = pool_key_of(worker)
         if is_ejected:
-            ejected.add(worker)
-            worker.in_panic = key in self.panics
-            if listener is not None:
-                if was_ejected:
-                    listener.breaker_stayed_open(worker, now)
-                else:
-                    listener.breaker_opened(worker, now)
+            self.ejected.add(worker)
         else:
-            ejected.discard(worker)
-            worker.in_panic = False
-            if listener is not None:
+            self.ejected.discard(worker)
+        worker.in_panic = is_ejected and key in self.panics
+        if (listener := self.listener) is not None:
+            if not is_ejected:
                 listener.breaker_closed(worker)
+            elif was_ejected:
+                listener.breaker_stayed_open(worker, now)
+            else:
+                listener.breaker_opened(worker, now)
         failed = self._failed.setdefault(key, set())
         has_failed = is_ejected and not worker.breaker.busy
         if has_failed != (worker in failed):

@@ -130,18 +130,6 @@ class CacheWait:
     placed_elsewhere: int  # requests that other processes had placed on the worker
 
 
-class Charge:
-    """The expected use of a worker by a request."""
-
-    def __init__(
-        self, worker: Worker, prefill_tokens: int, decode_tokens: int, kv_tokens: int
-    ) -> None:
-        self.worker = worker
-        self.prefill_tokens = prefill_tokens
-        self.decode_tokens = decode_tokens
-        self.kv_tokens = kv_tokens
-
-
 class Lease:
     """A worker's capacity, charged for one request until released.
 
@@ -170,17 +158,19 @@ class Lease:
         info: RequestInfo,
         attempts: Attempts,
         decision: Decision,
-        charge: Charge,
+        worker: Worker,
         charged_at: float,
+        prefill_tokens: int,
+        decode_tokens: int,
     ) -> None:
         self.info = info
         self.attempts = attempts
         self.decision = decision
-        self.worker = charge.worker
+        self.worker = worker
         self.charged_at = charged_at
-        self.prefill_tokens = charge.prefill_tokens  # 0 after the first token
-        self.decode_tokens = charge.decode_tokens  # output to come
-        self.kv_tokens = charge.kv_tokens  # less the shared part
+        self.prefill_tokens = prefill_tokens  # 0 after the first token
+        self.decode_tokens = decode_tokens  # output to come
+        self.kv_tokens = info.prompt_tokens + decode_tokens  # less the shared part
 
     @property
     def running_leg(self) -> Lease:

@@ -47,7 +47,7 @@ class Roster:
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self.leaving: set[Worker] = set()  # removed, with leases in flight
-        self._left: dict[str, Worker] = {}  # by URL, without a successor
+        self._left_by_url: dict[str, Worker] = {}  # those without a successor
         self.numbers = count(1)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -145,7 +145,7 @@ class Roster:
         worker.awaited_since = self.clock()
         worker.last_used = next(self.numbers)
         self._workers[spec.name] = self.by_index[index] = worker
-        if self._left and (before := self._left.pop(spec.url, None)) is not None:
+        if self._left_by_url and (before := self._left_by_url.pop(spec.url, None)) is not None:
             before.successor = worker
             worker.due_at = before.due_at
             self.pass_to_successor(before)
@@ -179,7 +179,7 @@ class Roster:
         set_remote_load(worker, NO_LOAD, worker.free_at)
         if worker.requests or worker.unfetched_handovers:
             self.leaving.add(worker)
-            self._left[worker.url] = worker
+            self._left_by_url[worker.url] = worker
 
     def is_filled_elsewhere(self, worker: Worker, now: float) -> bool:
         others = self.remote_load
@@ -195,8 +195,8 @@ class Roster:
             self.load_changed(successor)
         if not (worker.requests or worker.unfetched_handovers):
             self.leaving.discard(worker)
-            if self._left.get(worker.url) is worker:
-                del self._left[worker.url]
+            if self._left_by_url.get(worker.url) is worker:
+                del self._left_by_url[worker.url]
 
     def swap(self, removed: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
         for worker in removed:

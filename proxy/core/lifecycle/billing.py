@@ -64,14 +64,14 @@ def enter(
     tenant = info.tenant
     if tenant is None:
         return None
-    ledger = tenant.ledger
+    ledger, bill = tenant.ledger, info.bill
     exceeded: LimitExceeded | None = None
     tokens = _tokens_to_charge(info)
-    if info.bill.entered_tokens >= 0:  # admitted for counting
+    if bill.entered_tokens is not None:  # admitted for counting
         exceeded = ledger.too_long(info.min_prompt_size)
-    elif info.bill.decided_tokens >= 0:
-        exceeded, tokens = ledger.enter_decided(info.bill.exceeded), info.bill.decided_tokens
-        info.bill.decided_tokens = -1
+    elif bill.decided_tokens is not None:
+        exceeded, tokens = ledger.enter_decided(bill.exceeded), bill.decided_tokens
+        bill.decided_tokens = None
     elif is_retry:
         ledger.enter_again(now, tokens)
     else:
@@ -81,8 +81,8 @@ def enter(
         leave(info, now)
         _count_limited(tenant, exceeded)
         return refusals.limited(info, exceeded)
-    if info.bill.entered_tokens < 0:
-        info.bill.entered_tokens = tokens
+    if bill.entered_tokens is None:
+        bill.entered_tokens = tokens
         tenant.notify_watches()
     return None
 
@@ -122,16 +122,18 @@ def _count_limited(tenant: Tenant, exceeded: LimitExceeded) -> None:
 
 
 def leave(info: RequestInfo, now: float, used: int = 0) -> None:
-    if info.tenant is None:
+    tenant = info.tenant
+    if tenant is None:
         return
-    if info.bill.decided_tokens >= 0:  # it never entered
-        if info.bill.exceeded is None:
-            info.tenant.ledger.refund(now, info.bill.decided_tokens)
-        info.bill.decided_tokens = -1
-    if info.bill.entered_tokens >= 0:
-        info.tenant.ledger.leave(now, info.bill.entered_tokens, used)
-        info.tenant.notify_watches()
-        info.bill.entered_tokens = -1
+    bill = info.bill
+    if bill.decided_tokens is not None:  # it never entered
+        if bill.exceeded is None:
+            tenant.ledger.refund(now, bill.decided_tokens)
+        bill.decided_tokens = None
+    if bill.entered_tokens is not None:
+        tenant.ledger.leave(now, bill.entered_tokens, used)
+        tenant.notify_watches()
+        bill.entered_tokens = None
 
 
 def settle(
@@ -143,20 +145,13 @@ def settle(
     if tenant is None:
         return
     bill = info.bill
-    prompt = output = 0
     if outcome is DONE and usage is not None:
-        prompt, output = usage.prompt_tokens, usage.completion_tokens
+        prompt, output = usage.prompt_tokens, max(usage.completion_tokens - bill.settled_output, 0)
         if not info.pinned:  # most is cached
             charge_prompt(tenant, info, prompt - info.prompt_tokens)
-        output = max(output - bill.settled_output, 0)
-    elif outcome is DONE:
-        prompt = info.prompt_tokens
-        unseen = 0 if bill.settled_output else bill.prepaid_output
-        output = max(lease.seen_tokens or unseen, _estimate_output(lease, now))
-    elif outcome in STOPPED_EARLY:
-        prompt, output = info.prompt_tokens, max(lease.seen_tokens, _estimate_output(lease, now))
-    elif lease.seen_tokens:
-        prompt, output = info.prompt_tokens, lease.seen_tokens
+    else:
+        output = _output_without_usage(lease, now, outcome)
+        prompt = info.prompt_tokens if output or outcome is DONE or outcome in STOPPED_EARLY else 0
     prompt = max(prompt - bill.settled_prompt, 0)
     charge_output(settings, info, output - bill.prepaid_output)
     bill.prepaid_output = 0
@@ -169,6 +164,14 @@ def settle(
     tenant.totals.prompt_tokens += prompt
     tenant.totals.output_tokens += output
     leave(info, now, prompt + output)
+
+
+def _output_without_usage(lease: Lease, now: float, outcome: Outcome) -> int:
+    seen, bill = lease.seen_tokens, lease.info.bill
+    if outcome is DONE:
+        unseen = 0 if bill.settled_output else bill.prepaid_output
+        return max(seen or unseen, _estimate_output(lease, now))
+    return max(seen, _estimate_output(lease, now)) if outcome in STOPPED_EARLY else seen
 
 
 def _estimate_output(lease: Lease, now: float) -> int:

@@ -69,22 +69,22 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
 
 def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
     info, pace = lease.info, lease.worker.pace
-    if info.generates:
-        steps = tokens // max(info.samples, 1) - 1
-        beside = (lease.decoding_before + decoding) / 2
-        if lease.first_token_at is not None:
-            since = first_token_time(lease)
-            if info.stream and steps >= MIN_STEPS and since is not None:
-                pace.learn_steps(beside, (now - since) / steps, now)
-        elif not info.stream and steps >= 0:
-            seconds = now - lease.charged_at
-            handover = lease.decision.handover
-            if handover is None:
-                work = lease.prefill_work(lease.decision.cached_tokens)
-                pace.learn_total(work, beside, steps, seconds, now)
-            elif steps >= MIN_STEPS and handover.tokens:  # its first token follows the transfer
-                decode_s = max(seconds - handover.transfer_s, 0.0)
-                pace.learn_steps(beside, decode_s / (steps + 1), now)
+    if not info.generates:
+        return
+    steps = tokens // max(info.samples, 1) - 1
+    beside = (lease.decoding_before + decoding) / 2
+    if lease.first_token_at is not None:
+        since = first_token_time(lease)
+        if info.stream and steps >= MIN_STEPS and since is not None:
+            pace.learn_steps(beside, (now - since) / steps, now)
+    elif not info.stream and steps >= 0:
+        seconds, handover = now - lease.charged_at, lease.decision.handover
+        if handover is None:
+            work = lease.prefill_work(lease.decision.cached_tokens)
+            pace.learn_total(work, beside, steps, seconds, now)
+        elif steps >= MIN_STEPS and handover.tokens:  # its first token follows the transfer
+            decode_s = max(seconds - handover.transfer_s, 0.0)
+            pace.learn_steps(beside, decode_s / (steps + 1), now)
 
 
 def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
@@ -100,20 +100,20 @@ def learn_from_disconnect(fleet: Fleet, lease: Lease, now: float) -> None:
         return
     if now < pace.first_token_learnable_at:  # many clients leave at once
         return
-    seconds = now - lease.charged_at
+    waited_s = now - lease.charged_at
     work = lease.prefill_work(lease.decision.cached_tokens)
-    first_s = pace.first_token_s(*work)
+    expected_s = pace.first_token_s(*work)
     if info.stream or not info.generates:
-        if seconds <= first_s:
+        if waited_s <= expected_s:
             return
-        pace.learn_first_token(work, seconds, now)
+        pace.learn_first_token(work, waited_s, now)
     else:
         if info.output_tokens is None or info.samples > 1:
             return  # unknown total
         beside, steps = worker.num_decoding + 1, max(info.output_tokens - 1, 0)
-        if seconds <= first_s + steps * pace.step_s(beside):
+        if waited_s <= expected_s + steps * pace.step_s(beside):
             return
-        pace.learn_total(work, beside, steps, seconds, now)
+        pace.learn_total(work, beside, steps, waited_s, now)
     worker.reprice()
     fleet.roster.load_changed(worker)
 

@@ -135,20 +135,17 @@ class LeaseBook:
         self._placer.queue.record_freed_slot(now)
         if lease.info.tenant is not None:
             billing.settle(self._placer.settings.fairness, lease, now, outcome, usage)
+        feedback.update_breaker(
+            self._fleet, leg, now, outcome, retry_after_s=retry_after_s, why=why
+        )
         if leg is not lease:  # the prefill failed
-            feedback.update_breaker(
-                self._fleet, leg, now, outcome, retry_after_s=retry_after_s, why=why
-            )
             feedback.update_breaker(self._fleet, lease, now, Outcome.MOOT)
             return
-        feedback.update_breaker(
-            self._fleet, lease, now, outcome, retry_after_s=retry_after_s, why=why
-        )
         if outcome is CLIENT_GONE:
             feedback.learn_from_disconnect(self._fleet, lease, now)
-        if outcome is DONE and lease.attempts.erred_on:
-            feedback.count_500(self._fleet, lease, now)
-        if outcome is DONE:
+        elif outcome is DONE:
+            if lease.attempts.erred_on:
+                feedback.count_500(self._fleet, lease, now)
             self._learn(lease, now, usage, decoding)
         session = lease.session
         if session is not None and (outcome is DONE or lease.first_token_at is not None):
@@ -182,17 +179,14 @@ class LeaseBook:
 
     def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
         may_learn = self.may_learn(lease, now)
+        may_learn_pace = may_learn and not lease.attempts.continues
         if usage is not None:
             # One tenant's requests must not delay learning for another.
             if may_learn or self._sizer.has_few_samples(lease.info):
                 self._sizer.learn(lease.info, usage)
-            if may_learn and not lease.attempts.continues:
+            if may_learn_pace:
                 feedback.learn(lease, now, usage, decoding)
-        elif (
-            may_learn
-            and not lease.attempts.continues
-            and (written := feedback.tokens_by_events(lease)) > 0
-        ):
+        elif may_learn_pace and (written := feedback.tokens_by_events(lease)) > 0:
             self._sizer.learn_output(lease.info, written)
             feedback.learn_pace(lease, now, written, decoding)
 

@@ -9,9 +9,9 @@ class Bill:
     """Amounts charged to a tenant for a request; the request's end settles them."""
 
     def __init__(self) -> None:
-        self.decided_tokens = -1  # taken by a decision for all hosts, before it enters; -1: none
+        self.decided_tokens: int | None = None  # taken by a decision for all hosts
         self.exceeded: LimitExceeded | None = None  # by that decision
-        self.entered_tokens = -1  # taken from the tenant's limit while in flight; -1: none
+        self.entered_tokens: int | None = None  # taken from the tenant's limit while in flight
         self.free = False  # placed while no request waited, so it costs no share
         self.paid_prompt = 0.0  # charged at the placement, in tokens
         self.unsettled = 0.0  # the part of the tenant's share that was charged by estimates

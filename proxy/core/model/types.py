@@ -126,8 +126,8 @@ class RequestInfo:
     explain: bool = False  # its decision keeps all scores
     takes_arguments: bool = False  # the router may add `vllm_xargs`
     salt: str = ""  # of its cached prefixes
-    fields: dict[str, bytes | None] | None = None  # body fields to set or remove
-    found_members: list[JsonMember] | None = None  # the members of `fields` in the body, if known
+    edits: dict[str, bytes | None] | None = None  # body fields to set or remove
+    found_members: list[JsonMember] | None = None  # the members of `edits` in the body, if known
     account: Bill | None = None  # see `bill`
 
     @property

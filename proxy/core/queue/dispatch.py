@@ -72,29 +72,26 @@ class DispatchRound:
         self._misses: dict[Place, int] = {}
         self._held_places: set[Place] = set()  # another process goes first
 
-    def next(self) -> tuple[Ticket, Placement] | None:
+    def dispatch_next(self) -> tuple[Ticket, Placement] | None:
         """Return the next request and its result; None ends the round."""
-        buckets, others = self._buckets.in_order(), self._remote_queues
-        oldest: dict[str, dict[Rank, float]] = {}  # arrival per class
-        for ((model, _), rank), bucket in buckets:
-            arrivals = oldest.setdefault(model, {})
+        buckets = self._buckets.in_order()
+        oldest: dict[str, dict[Rank, float]] = {}  # arrival per model and class
+        for (place, rank), bucket in buckets:
+            arrivals = oldest.setdefault(place.model, {})
             arrivals[rank] = min(arrivals.get(rank, bucket.oldest), bucket.oldest)
-        first = {model: min(arrivals) for model, arrivals in oldest.items()}  # local
-        if others is not None and others.waits:
-            for model, arrivals in oldest.items():
-                for rank, since in others.oldest(model).items():
-                    arrivals[rank] = min(arrivals.get(rank, since), since)
+        highest = {model: min(arrivals) for model, arrivals in oldest.items()}  # of this process
         aged = {model: self._aged_classes(model, arrivals) for model, arrivals in oldest.items()}
-        turns: dict[tuple[AgeOrder, Rank], list[Iterator[Entry]]] = {}
+        entries: dict[tuple[AgeOrder, Rank], list[Iterator[Entry]]] = {}
         for (place, rank), bucket in buckets:
             model = place.model
-            if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
+            if rank is BATCH and highest[model] is not BATCH and rank not in aged[model]:
                 continue
-            at = aged[model].get(rank, IN_ORDER), rank
-            turns.setdefault(at, []).append(bucket.order.below(partial(self._need_bound, place)))
+            turn = aged[model].get(rank, IN_ORDER), rank
+            in_bucket = bucket.order.below(partial(self._need_bound, place))
+            entries.setdefault(turn, []).append(in_bucket)
         self._held_places.clear()
-        for order, rank in sorted(turns):
-            for *_, fifo in merge(*turns[order, rank]):
+        for order, rank in sorted(entries):
+            for *_, fifo in merge(*entries[order, rank]):
                 placed = self._dispatch_from(fifo, order, aged[fifo.place.model])
                 if placed is not None:
                     return placed
@@ -110,7 +107,7 @@ class DispatchRound:
         if others is not None and others.has_earlier_turn(place, order, fifo.sort_key, now, aged):
             self._held_places.add(place)
             return None
-        placed = self._dispatch_first(fifo, aged=rank in aged)
+        placed = self._place_first(fifo, aged=rank in aged)
         if placed is None:
             return None
         _, placement = placed
@@ -124,9 +121,13 @@ class DispatchRound:
             return 0
         return maxsize if place.size == APART else self._failed_need.get(place, maxsize)
 
-    def _aged_classes(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, AgeOrder]:
-        """Return the classes old enough to go ahead in this turn."""
-        last, highest = self._last_dispatches.last_dispatch(model, self._remote_queues), min(oldest)
+    def _aged_classes(self, model: str, local: Mapping[Rank, float]) -> dict[Rank, AgeOrder]:
+        """Return the classes old enough to go ahead; `local`: this process's oldest arrivals."""
+        oldest, others = {**local}, self._remote_queues
+        if others is not None and others.waits:
+            for rank, since in others.oldest(model).items():
+                oldest[rank] = min(oldest.get(rank, since), since)
+        last, highest = self._last_dispatches.last_dispatch(model, others), min(oldest)
         if last.passed:
             return {}
         # Two aged classes alternate.
@@ -136,8 +137,8 @@ class DispatchRound:
             if self._now - since >= self._ages[rank]
         }
 
-    def _dispatch_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Placement] | None:
-        """Dispatch the first ticket that can go; skip needs that failed before."""
+    def _place_first(self, fifo: RequestFifo, *, aged: bool) -> tuple[Ticket, Placement] | None:
+        """Place the first ticket that can go; skip needs that failed before."""
         place, failed_need, misses = fifo.place, self._failed_need, self._misses
         for ticket in islice(fifo.tickets, MAX_TRIED_TICKETS):
             needs = ticket.info.needed_context

@@ -9,7 +9,7 @@ Cost: nothing until the queue is full; then a scan of the FIFOs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from proxy.core.model.types import RequestInfo
@@ -34,6 +34,14 @@ def amounts_of(info: RequestInfo) -> Amounts:
     return Amounts(1, info.body_bytes, info.prompt_tokens)
 
 
+def add_amounts(first: Amounts, other: Amounts, sign: int = 1) -> Amounts:
+    return Amounts(
+        first.requests + sign * other.requests,
+        first.bytes + sign * other.bytes,
+        first.tokens + sign * other.tokens,
+    )
+
+
 class Evictions:
     def __init__(self) -> None:
         self._used: dict[Tenant | None, Amounts] = {}
@@ -55,17 +63,22 @@ class Evictions:
 
         `excess` includes the request.
         """
-        used = dict(self._used)
-        own_used = _with_request(used.get(info.tenant, NO_AMOUNTS), info)
-        own_share = _share(own_used, limits, info.tenant)
-        fifos = [fifo for fifo in fifos if fifo.place.size != APART and _may_yield(fifo, info)]
-        return _choose_last(
-            fifos,
-            used,
-            excess,
-            limits,
-            lambda fifo: _exceeds_share(fifo, info, used, own_share, limits),
+        search = EvictionSearch(self._used, excess, limits)
+        used = _with_request(self._used.get(info.tenant, NO_AMOUNTS), info)
+        own_share = _share(used, limits, info.tenant)
+        tickets = {
+            fifo: fifo.tickets
+            for fifo in fifos
+            if fifo.place.size != APART and _may_yield(fifo, info)
+        }
+        is_batch = info.rank is BATCH
+        evicted = search.take_last(
+            tickets,
+            lambda fifo: (
+                (fifo.rank is BATCH and not is_batch) or search.share(fifo.tenant) > own_share
+            ),
         )
+        return evicted if search.has_room else []
 
     def choose_surplus(
         self, fifos: Iterable[RequestFifo], excess: Amounts, limits: Amounts
@@ -74,47 +87,54 @@ class Evictions:
 
         An oversized request accepted by an empty queue is kept.
         """
-        fifos = [fifo for fifo in fifos if fifo.place.size != APART]
-        return _choose_last(fifos, dict(self._used), excess, limits, lambda _: True, partly=True)
+        tickets = {
+            fifo: [t for t in fifo.tickets if t.info.prompt_tokens <= limits.tokens]
+            for fifo in fifos
+            if fifo.place.size != APART
+        }
+        return EvictionSearch(self._used, excess, limits).take_last(tickets, lambda _: True)
 
 
-def _choose_last(
-    fifos: list[RequestFifo],
-    used: dict[Tenant | None, Amounts],
-    excess: Amounts,
-    limits: Amounts,
-    yields: Callable[[RequestFifo], bool],
-    *,
-    partly: bool = False,
-) -> list[Ticket]:
-    """Take the last ticket of the largest tenant until nothing exceeds its limit."""
-    tickets = {
-        fifo.key: [t for t in fifo.tickets if t.info.prompt_tokens <= limits.tokens]
-        if partly
-        else fifo.tickets
-        for fifo in fifos
-    }
-    left = {key: len(waiting) for key, waiting in tickets.items()}
-    evicted: list[Ticket] = []
-    while max(excess) > 0 and len(evicted) < MAX_EVICTED:
-        evictable = [fifo for fifo in fifos if left[fifo.key] and yields(fifo)]
-        if not evictable:
-            break
-        fifo = max(evictable, key=lambda fifo: _eviction_order(fifo, used, limits, left[fifo.key]))
-        left[fifo.key] -= 1
-        ticket = tickets[fifo.key][left[fifo.key]]
-        evicted.append(ticket)
-        used[fifo.tenant] = _with_request(used[fifo.tenant], ticket.info, -1)
-        excess = _with_request(excess, ticket.info, -1)
-    return evicted if partly or max(excess) <= 0 else []
+class EvictionSearch:
+    """One search for tickets to evict, and what is left in the queue without them."""
+
+    def __init__(
+        self, used: Mapping[Tenant | None, Amounts], excess: Amounts, limits: Amounts
+    ) -> None:
+        self._used = dict(used)
+        self._excess = excess
+        self._limits = limits
+
+    @property
+    def has_room(self) -> bool:
+        return max(self._excess) <= 0
+
+    def share(self, tenant: Tenant | None) -> float:
+        return _share(self._used[tenant], self._limits, tenant)
+
+    def take_last(
+        self,
+        tickets: Mapping[RequestFifo, Sequence[Ticket]],
+        may_take: Callable[[RequestFifo], bool],
+    ) -> list[Ticket]:
+        """Take the last ticket of the largest tenant until nothing exceeds its limit."""
+        left = {fifo: len(waiting) for fifo, waiting in tickets.items()}
+        taken: list[Ticket] = []
+        while not self.has_room and len(taken) < MAX_EVICTED:
+            fifos = [fifo for fifo in tickets if left[fifo] and may_take(fifo)]
+            if not fifos:
+                break
+            fifo = max(fifos, key=lambda f: (f.rank is BATCH, self.share(f.tenant), left[f]))
+            left[fifo] -= 1
+            ticket = tickets[fifo][left[fifo]]
+            taken.append(ticket)
+            self._used[fifo.tenant] = _with_request(self._used[fifo.tenant], ticket.info, -1)
+            self._excess = _with_request(self._excess, ticket.info, -1)
+        return taken
 
 
 def _with_request(amounts: Amounts, info: RequestInfo, sign: int = 1) -> Amounts:
-    return Amounts(
-        amounts.requests + sign,
-        amounts.bytes + sign * info.body_bytes,
-        amounts.tokens + sign * info.prompt_tokens,
-    )
+    return add_amounts(amounts, amounts_of(info), sign)
 
 
 def _may_yield(fifo: RequestFifo, info: RequestInfo) -> bool:
@@ -123,34 +143,8 @@ def _may_yield(fifo: RequestFifo, info: RequestInfo) -> bool:
     return info.rank is not BATCH and fifo.tenant is not info.tenant
 
 
-def _exceeds_share(
-    fifo: RequestFifo,
-    info: RequestInfo,
-    used: dict[Tenant | None, Amounts],
-    own_share: float,
-    limits: Amounts,
-) -> bool:
-    if fifo.rank is BATCH and info.rank is not BATCH:
-        return True
-    return _share(used[fifo.tenant], limits, fifo.tenant) > own_share
-
-
-def _eviction_order(
-    fifo: RequestFifo, used: dict[Tenant | None, Amounts], limits: Amounts, left: int
-) -> tuple[bool, float, int]:
-    return fifo.rank is BATCH, _share(used[fifo.tenant], limits, fifo.tenant), left
-
-
 def _share(used: Amounts, limits: Amounts, tenant: Tenant | None) -> float:
     share = max(
         used.requests / limits.requests, used.bytes / limits.bytes, used.tokens / limits.tokens
     )
     return share if tenant is None else share / tenant.spec.weight
-
-
-def add_amounts(first: Amounts, other: Amounts, sign: int = 1) -> Amounts:
-    return Amounts(
-        first.requests + sign * other.requests,
-        first.bytes + sign * other.bytes,
-        first.tokens + sign * other.tokens,
-    )

@@ -136,7 +136,6 @@ class Queue:
         return Amounts(self.max_requests, self.max_bytes, max_tokens)
 
     def choose_evicted(self, info: RequestInfo) -> list[Ticket]:
-        """Return the tickets to evict; none if that does not help."""
         return self._evictions.choose_evicted(
             info,
             self._buckets.by_key.values(),
@@ -283,12 +282,10 @@ class Queue:
 
     def pop_expired(self, now: float) -> list[Ticket]:
         expired: list[Ticket] = []
-        deadlines = self._deadlines
-        while deadlines and (deadlines[0].at <= now or deadlines[0].ticket.removed):
-            ticket = heappop(deadlines).ticket
-            if self.remove(ticket):
+        while (due := self._deadlines) and (due[0].at <= now or due[0].ticket.removed):
+            ticket = heappop(due).ticket
+            if self.remove(ticket):  # may replace the heap
                 expired.append(ticket)
-                deadlines = self._deadlines
         return expired
 
     def dispatch(
@@ -298,8 +295,8 @@ class Queue:
         for ticket in self.cache_waits.pop_ended(now):
             self._requeue(ticket, now)
         ages, remote = self.fairness.ages, self.remote_queues
-        dispatches = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
-        while (placed := dispatches.next()) is not None:
+        this_round = DispatchRound(self._buckets, place, now, ages, self.last_dispatches, remote)
+        while (placed := this_round.dispatch_next()) is not None:
             ticket, placement = placed
             if isinstance(placement, CacheWait):
                 self._requeue(ticket, now, cache_wait=placement)

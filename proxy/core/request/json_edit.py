@@ -213,7 +213,6 @@ def edit_members(
     pieces: list[bytes] = []
     at = 0
     edited: set[str] = set()
-    text: bytes | None = None
     if known_members is None:
         known_members = _find_members(body, names, field_names)
     for key, start, value, end in known_members:
@@ -233,14 +232,10 @@ def edit_members(
         if (added := fields[name]) is not None and name not in edited
     ]
     if new:
-        end = _last_non_space(body, body.rindex(b"}")) + 1
-        if end > at:
-            bare = body[end - 1] == OPENING[1]
-            pieces.append(body[at:end])
-            at = end
-        else:
-            bare = text is None and _ends_with_brace(pieces)
-        if not bare:
+        end = max(_last_non_space(body, body.rindex(b"}")) + 1, at)
+        pieces.append(body[at:end])
+        at = end
+        if not _ends_with_brace(pieces):
             pieces.append(b",")
         pieces.append(b",".join(new))
     pieces.append(body[at:])
@@ -258,7 +253,7 @@ def _with_comma(body: bytes, at: int, start: int, end: int) -> tuple[int, int]:
 
 def _ends_with_brace(pieces: list[bytes]) -> bool:
     for piece in reversed(pieces):
-        if stripped := piece.strip(SPACE):
+        if stripped := piece.rstrip(SPACE):
             return stripped.endswith(b"{")
     return False
 

@@ -13,6 +13,7 @@ from proxy.core.learned.prefix_index import COVERED
 from proxy.core.model import refusals
 from proxy.core.model.refusals import RefusedError
 from proxy.core.model.route_table import PromptFields, Route
+from proxy.core.model.settings import RouterSettings
 from proxy.core.model.types import ReceivedRequest, RequestInfo
 from proxy.core.request.client_fields import (
     ARGUMENTS,
@@ -73,15 +74,17 @@ PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
 
 
 class RequestParser:
-    def __init__(self, roster: Roster, sizer: Sizer, short_limit: int) -> None:
-        self.short_limit = short_limit
-        self.splits = False  # requests may be handed over
-        self.allowed = ClientFields()
-        self.passes_priority = False  # workers get the class
-        self.cuts_output = False  # the largest worker may cut output that fits no worker
+    def __init__(self, roster: Roster, sizer: Sizer, settings: RouterSettings) -> None:
+        self.stored = ResponseOwners()
         self._roster = roster
         self._sizer = sizer
-        self.stored = ResponseOwners()
+        self.reconfigure(settings)
+
+    def reconfigure(self, settings: RouterSettings) -> None:
+        self._settings, self._short_limit = settings, settings.short_limit
+        self._allowed = ClientFields(
+            settings.allow_client_kv_transfer, settings.client_priority, settings.client_arguments
+        )
 
     def read(self, request: ReceivedRequest, *, hashed: bool) -> RequestInfo:
         """Return what a request needs, or raise `RefusedError`.
@@ -114,16 +117,15 @@ class RequestParser:
         if route.shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
             info.pinned = self._find_storing_worker(previous, request)
             self._add_stored_tokens(info)
-        info.long = info.expected_tokens > self.short_limit
-        self._shrink_to_fit(info)
-        if self.splits:
+        info.long = info.expected_tokens > self._short_limit
+        self._shrink_if_too_long(info)
+        if self._settings.transfer:  # requests may be handed over
             _allow_split(info, fields)
-        if info.fields is not None or info.field_names is not None:
+        if info.edits is not None or info.field_names is not None:
             _prepare_edits(info, body, mask)
         return info
 
     def _parse(self, request: ReceivedRequest) -> tuple[dict[str, Any], bytes, JsonMask | None]:
-        """Return the fields, the body, and the mask of a large body."""
         body, large = request.body, request.large
         if request.route.shape is FORM:
             return self._fields_of_form(request), body, None
@@ -131,7 +133,7 @@ class RequestParser:
             large = LargeBody(body)
         fields = _fields_of_json(body, large)
         tenants = request.tenant is not None
-        if named := find_forbidden(fields, body, tenants=tenants, allowed=self.allowed):
+        if named := find_forbidden(fields, body, tenants=tenants, allowed=self._allowed):
             raise RefusedError(refusals.forbidden_field(named))
         if named := find_repeated(fields, body):
             raise RefusedError(refusals.duplicate_field(named))
@@ -140,7 +142,7 @@ class RequestParser:
     def _fields_of_form(self, request: ReceivedRequest) -> dict[str, Any]:
         body, kind, tenant = request.body, request.content_type, request.tenant
         tenants = tenant is not None
-        if named := find_forbidden_in_form(body, kind, tenants=tenants, allowed=self.allowed):
+        if named := find_forbidden_in_form(body, kind, tenants=tenants, allowed=self._allowed):
             raise RefusedError(refusals.forbidden_field(named))
         fields: dict[str, Any] = form_fields(body, kind)
         if tenant is not None and tenant.spec.models is not None:
@@ -190,7 +192,7 @@ class RequestParser:
         elif tenant.spec.salted and route.shape not in NEVER_SALTED:
             raise RefusedError(refusals.not_isolated(route.name))
         if edits and route.shape is not FORM:
-            info.fields = edits
+            info.edits = edits
 
     def _edits_for(
         self, info: RequestInfo, route: Route, tenant: Tenant, fields: dict[str, Any]
@@ -203,8 +205,8 @@ class RequestParser:
             edits[INTERVAL] = None
         if tenant.spec.models is not None:  # workers default to their own model
             edits["model"] = orjson.dumps(info.model)
-        if not self.allowed.priority:
-            passes = self.passes_priority and route.takes_priority
+        if not self._allowed.priority:
+            passes = self._settings.pass_priority and route.takes_priority
             priority = PRIORITIES.get(info.rank) if passes else None
             if priority is not None or PRIORITY in fields:
                 edits[PRIORITY] = priority
@@ -285,10 +287,9 @@ class RequestParser:
 
     def _is_near(self, info: RequestInfo, pool: Pool, *, by_size: bool) -> bool:
         """Return whether the exact count may change the routing."""
-        error = info.prompt_error
-        if by_size and pool.mixed and abs(info.expected_tokens - self.short_limit) <= error:
+        error, needs = info.prompt_error, info.needed_context
+        if by_size and pool.mixed and abs(info.expected_tokens - self._short_limit) <= error:
             return True
-        needs = info.needed_context
         for limit in pool.boundaries:  # noqa: SIM110 - usually empty
             if abs(needs - limit) <= error:
                 return True
@@ -296,15 +297,15 @@ class RequestParser:
 
     def apply_count(self, info: RequestInfo, prompt_tokens: int) -> None:
         self._sizer.apply_count(info, prompt_tokens)
-        self._shrink_to_fit(info)
-        info.long = info.expected_tokens > self.short_limit
+        self._shrink_if_too_long(info)
+        info.long = info.expected_tokens > self._short_limit
 
-    def _shrink_to_fit(self, info: RequestInfo) -> None:
+    def _shrink_if_too_long(self, info: RequestInfo) -> None:
         pinned = self._roster.get(info.pinned) if info.pinned else None
         pool = self._roster.pool(info.model)
         context = pool.context_limit if pinned is None else pinned.context_limit
         if info.needed_context > context:
-            shrink_to_fit(info, context, cuts_output=self.cuts_output)
+            shrink_to_fit(info, context, cuts_output=self._settings.cut_output)
 
 
 def _fields_of_json(body: bytes, large: LargeBody | None) -> dict[str, Any]:
@@ -341,14 +342,14 @@ def _allow_split(info: RequestInfo, fields: dict[str, Any]) -> None:
     info.has_min_tokens = "min_tokens" in fields
     if info.why_whole:
         return
-    edits = info.fields or {}
+    edits = info.edits or {}
     added = {name for name, text in edits.items() if text is not None}
     info.field_names = frozenset((fields.keys() - edits.keys()) | added)
 
 
 def _prepare_edits(info: RequestInfo, body: bytes, mask: JsonMask | None) -> None:
     """Check that a body can be edited, and note where the fields to edit are."""
-    in_body, edits = check_members(body, mask), info.fields
+    in_body, edits = check_members(body, mask), info.edits
     if in_body is not None and edits is not None:
         names = {name.encode() for name in edits}
         info.found_members = [member for member in in_body if member.name in names]

@@ -34,38 +34,35 @@ class OwnerWait:
 
 class ResponseOwners:
     def __init__(self) -> None:
-        self._worker_of: dict[
-            Tenant | None, dict[str, str]
-        ] = {}  # worker by response; oldest first
+        self._by_tenant: dict[Tenant | None, dict[str, str]] = {}  # workers; oldest first
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[tuple[str, str, Tenant | None]]:
-        for tenant, own in self._worker_of.items():
+        for tenant, own in self._by_tenant.items():
             for response_id, worker in own.items():
                 yield response_id, worker, tenant
 
     def find_worker(self, response_id: str, tenant: Tenant | None) -> str:
-        own = self._worker_of.get(tenant)
+        own = self._by_tenant.get(tenant)
         return "" if own is None else own.get(response_id, "")
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None) -> None:
-        own = self._worker_of.setdefault(tenant, {})
+        own = self._by_tenant.setdefault(tenant, {})
         self._count += response_id not in own
         own[response_id] = worker
         if self._count > MAX_RESPONSES:
-            self._forget(
-                tenant if len(own) * len(self._worker_of) > MAX_RESPONSES else self._most()
-            )
+            is_above_mean = len(own) * len(self._by_tenant) > MAX_RESPONSES
+            self._forget(tenant if is_above_mean else self._largest_owner())
 
-    def _most(self) -> Tenant | None:
-        return max(self._worker_of, key=lambda tenant: len(self._worker_of[tenant]))
+    def _largest_owner(self) -> Tenant | None:
+        return max(self._by_tenant, key=lambda tenant: len(self._by_tenant[tenant]))
 
     def _forget(self, tenant: Tenant | None) -> None:
-        own = self._worker_of[tenant]
+        own = self._by_tenant[tenant]
         del own[next(iter(own))]
         if not own:
-            del self._worker_of[tenant]
+            del self._by_tenant[tenant]
         self._count -= 1

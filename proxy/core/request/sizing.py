@@ -51,7 +51,6 @@ class Sizer:
         return self._priors[model, route]
 
     def learned(self, model: str, route: str, tenant: Tenant | None = None) -> LearnedSizes:
-        """Return the rates for a model and route, of a tenant if there is one."""
         if tenant is None:
             return self._priors[model, route].base
         learned = tenant.learned.get((model, route))
@@ -82,21 +81,23 @@ class Sizer:
     ) -> RequestInfo:
         learned = self.learned(model, route.name, tenant)
         extent = measure(route.shape, body, learned.media.tokens)
-        text, tokens, tools = extent.text, extent.tokens, extent.tools
-        prompt = largest = _total_tokens(learned, text - tools, tokens, tools, extent.prompts)
-        if extent.largest_text >= 0:
-            text, tokens = extent.largest_text, extent.largest_tokens
-            largest = _total_tokens(learned, text, tokens)
-        error = min(_prompt_error(extent, learned, text), largest)
+        largest_text, largest_tokens, tools = extent.text, extent.tokens, extent.tools
+        text = largest_text - tools
+        prompt = largest = _total_tokens(learned, text, largest_tokens, tools, extent.prompts)
+        if extent.largest_text >= 0:  # there are several prompts
+            largest_text, largest_tokens = extent.largest_text, extent.largest_tokens
+            largest = _total_tokens(learned, largest_text, largest_tokens)
+        error = min(_prompt_error(extent, learned, largest_text), largest)
         output, samples = _read_output_limit(route, body) if route.generates else (None, 1)
         # Positional for speed: this runs for every request.
         info = RequestInfo(
             request_id, route.name, model, body_bytes, prompt, error, largest, output
         )
-        least_prompt = _least_text_tokens(learned, text - tools)  # templates may omit tools
+        # Templates may omit tools.
+        least_prompt = _least_text_tokens(learned, largest_text - tools)
         # Template and image tokens are guesses.
         is_guess = extent.guessed or route.shape in TEMPLATED
-        info.least_prompt = least_prompt if is_guess else least_prompt + tokens
+        info.least_prompt = least_prompt if is_guess else least_prompt + largest_tokens
         info.samples, info.prompts = samples * extent.prompts, extent.prompts
         info.text_bytes, info.tool_bytes = extent.text, tools
         info.extra_tokens = extent.tokens

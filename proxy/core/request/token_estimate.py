@@ -35,6 +35,11 @@ MAX_TOKENS = 2**31
 # Text that pydantic, and so vLLM, reads as a whole number of at least 0.
 NUMBER = re.compile(r"\s*(\+?[0-9]+(?:_[0-9]+)*|-0+(?:_0+)*)(?:\.0+)?\s*")
 MAX_NUMBER_CHARS = 40
+# Of pairs.
+QUERY_KEYS = ("query", "queries", "data_1", "text_1")
+DOCUMENT_KEYS = ("documents", "items", "data_2", "text_2")
+QUERY_CUT, DOCUMENT_CUT = "max_tokens_per_query", "max_tokens_per_doc"  # per text; 0: no cut
+BYTES_KEPT = 4  # per token, of cut text
 
 JSON = Any
 
@@ -66,7 +71,6 @@ class PromptExtent:
 def measure(
     shape: PromptFields, body: dict[str, JSON], sizes: Numbers = FIRST_SIZES
 ) -> PromptExtent:
-    """Measure a body's prompt. `sizes`: tokens per medium."""
     extent = PromptExtent(sizes=sizes)
     reader = READERS.get(shape)
     if reader is not None:
@@ -151,7 +155,8 @@ def _add_messages(extent: PromptExtent, messages: JSON) -> None:
         if type(message) is not dict:
             continue
         members = len(message)
-        if members > 2:
+        has_others = members > 2  # besides the role and the content
+        if has_others:
             if members > extent.examinable:
                 extent.examinable = 0
                 _guess_unexamined(extent, message)
@@ -162,13 +167,18 @@ def _add_messages(extent: PromptExtent, messages: JSON) -> None:
             text += len(content) if content.isascii() else text_bytes(content)
         elif type(content) is list:
             _add_parts(extent, content)
-        if members > 2 or content is None:  # tool calls, names, reasoning
-            for key, value in message.items():
-                if key == "output" and type(value) is list:  # of a tool item
-                    _add_parts(extent, value)
-                elif key not in ("role", "content"):
-                    text += _value_bytes(value)
+        if has_others or content is None:
+            _add_other_members(extent, message)
     extent.text += text
+
+
+def _add_other_members(extent: PromptExtent, message: dict[str, JSON]) -> None:
+    """Count tool calls, names and reasoning."""
+    for key, value in message.items():
+        if key == "output" and type(value) is list:  # of a tool item
+            _add_parts(extent, value)
+        elif key not in ("role", "content"):
+            extent.text += _value_bytes(value)
 
 
 def _value_bytes(value: JSON) -> int:
@@ -347,12 +357,6 @@ def _measure_tokens(extent: PromptExtent, body: dict[str, JSON]) -> None:
     ids = body.get("token_ids")
     if type(ids) is list:
         extent.tokens = len(ids)
-
-
-QUERY_KEYS = ("query", "queries", "data_1", "text_1")
-DOCUMENT_KEYS = ("documents", "items", "data_2", "text_2")
-QUERY_CUT, DOCUMENT_CUT = "max_tokens_per_query", "max_tokens_per_doc"  # per text; 0: no cut
-BYTES_KEPT = 4  # per token, of cut text
 
 
 def _measure_pairs(extent: PromptExtent, body: dict[str, JSON]) -> None:

@@ -57,16 +57,16 @@ class Adaptive(Rule):
     affine = True
 
     def choose(self, view: View) -> Decision | None:
-        info, prefixes, candidates = view.info, view.cached_prefixes, view.candidates
+        info, prefixes, offer = view.info, view.cached_prefixes, view.offer
+        candidates = view.candidates
         if is_reserve_kept(view):
             candidates = [w for w in candidates if not is_reserved(w, view)]
             if not candidates:
                 return None
         costs, uncached = placement_costs(candidates, view)
-        handed = handover_offers(candidates, costs, view) if view.offer is not None else ()
+        handed = apply_handovers(costs, candidates, view, offer) if offer is not None else ()
         worker = cheapest(candidates, costs, long=info.long)
-        if view.offer is not None and worker in handed:
-            offer = view.offer
+        if offer is not None and worker in handed:
             if offer.may_begin(worker, view):
                 return self._hand_over(worker, offer, view)
             # The prefill would end before the decode worker has room. Other workers may be faster.
@@ -206,13 +206,12 @@ def may_await(worker: Worker, view: View) -> bool:
     )
 
 
-def handover_offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
-    """Return the workers where a hand-over costs less, with `costs` updated."""
-    offer = view.offer
-    handed: set[Worker] = set()
-    if offer is None:
-        return handed
+def apply_handovers(
+    costs: list[float], candidates: list[Worker], view: View, offer: HandoverOffer
+) -> set[Worker]:
+    """Change the costs to those with a hand-over; return the workers where one costs less."""
     info = view.info
+    handed: set[Worker] = set()
     need = info.prompt_tokens + info.expected_output * info.samples
     for at, worker in enumerate(candidates):
         wait_s = kv_wait_s(worker, info, need)  # for room; needed either way
@@ -235,7 +234,7 @@ def score(worker: Worker, view: View) -> Score:
     info, pace = view.info, worker.pace
     costs = placement_costs([worker], view)[0]
     offer = view.offer
-    if offer is not None and handover_offers([worker], costs, view):
+    if offer is not None and apply_handovers(costs, [worker], view, offer):
         wait_s = offer.prefill_s + offer.wait_s(worker, view)
         transfer_s = offer.transfer_s(worker, view)
         harm_s = costs[0] - wait_s - transfer_s - pace.step_s(worker.num_decoding)

@@ -37,7 +37,28 @@ def with_visits(
 
     What other workers hold is a common beginning.
     """
-    visited, left = 0, []
+    left = _left_by_visits(prefixes, session, roster, info)
+    visited = sum(bit for _, bit in left)
+    masks: dict[int, int] = {}
+    for tokens, holders in prefixes:
+        if others := holders & ~visited:
+            masks[tokens] = masks.get(tokens, 0) | others
+    common, less_left = max(masks, default=0), visited
+    for tokens, bit in left:
+        if tokens > common:
+            masks[tokens] = masks.get(tokens, 0) | bit
+            less_left &= ~bit
+    for tokens, holders in prefixes:
+        if tokens >= common > 0:
+            masks[common] |= less_left & holders
+    return sorted(masks.items(), reverse=True)
+
+
+def _left_by_visits(
+    prefixes: PrefixHolders, session: Session, roster: Roster, info: RequestInfo
+) -> PrefixHolders:
+    """Return what each visited worker should still have; a session visits a worker once."""
+    left: PrefixHolders = []
     for visit in session.visits:
         worker = roster.by_index.get(visit.worker)
         if worker is None or worker.up_since != visit.since:
@@ -48,18 +69,5 @@ def with_visits(
         common_tokens = worker.cached_tokens(prefixes)
         if common_tokens and not visit.may_go_on(info.prefix):
             tokens = min(tokens, common_tokens)
-        visited |= worker.bit
         left.append((min(tokens, info.prompt_tokens), worker.bit))
-    masks: dict[int, int] = {}
-    for tokens, holders in prefixes:
-        if others := holders & ~visited:
-            masks[tokens] = masks.get(tokens, 0) | others
-    common = max(masks, default=0)
-    for tokens, bit in left:
-        if tokens > common:
-            masks[tokens] = masks.get(tokens, 0) | bit
-            visited &= ~bit
-    for tokens, holders in prefixes:
-        if tokens >= common > 0:
-            masks[common] |= visited & holders
-    return sorted(masks.items(), reverse=True)
+    return left

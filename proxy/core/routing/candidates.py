@@ -47,7 +47,7 @@ def find_candidates(
     if attempts.continues and not attempts.any_worker:  # the others may ignore its tokens
         workers = [worker for worker in workers if worker.reports_prefixes] or workers
     if not workers and not info.pinned and (info.prompt_error or attempts.continues):
-        workers = _possible_holders(pool, info, now, attempts)
+        workers = _possible_fits(pool, info, now, attempts)
     why_whole = attempts.why_whole or info.why_whole
     view = View(info, now, workers, pool, traffic, prefixes, tried, why_whole, info.explain)
     view.cache_holders = holders if pool.ranked else pool.all
@@ -145,14 +145,12 @@ def leaves_room(worker: Worker, info: RequestInfo, now: float, settings: Fairnes
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _possible_holders(
-    pool: Pool, info: RequestInfo, now: float, attempts: Attempts
-) -> list[Worker]:
+def _possible_fits(pool: Pool, info: RequestInfo, now: float, attempts: Attempts) -> list[Worker]:
     """Return workers that may fit a high estimate, if all that surely fit have failed."""
-    left = [w for w in pool.all if w.may_fit(info) and attempts.may_try_now(w, now)]
-    if any(w.surely_fits(info) and (not w.is_barred or w.breaker.busy) for w in left):
+    fitting = [w for w in pool.all if w.may_fit(info) and attempts.may_try_now(w, now)]
+    if any(w.surely_fits(info) and (not w.is_barred or w.breaker.busy) for w in fitting):
         return []  # full or busy: worth the wait
-    return [w for w in left if w.accepts(now)]
+    return [w for w in fitting if w.accepts(now)]
 
 
 def may_take(roster: Roster, info: RequestInfo, now: float, attempts: Attempts) -> bool:
@@ -169,21 +167,21 @@ def why_hopeless(
     if not info.pinned and any(_can_serve(w, info, attempts) for w in roster.pool(info.model).all):
         return None
     workers = _workers_for(roster, info)
-    holders = [w for w in workers if w.may_fit(info)]
-    if workers and not holders:
+    fitting = [w for w in workers if w.may_fit(info)]
+    if workers and not fitting:
         return refusals.too_long(info, max(w.context_limit for w in workers))
-    untried = [w for w in holders if not w.draining and attempts.may_try(w)]
+    untried = [w for w in fitting if not w.draining and attempts.may_try(w)]
     if attempts.continues:  # its client can't send it again
         return None if untried else refusals.no_worker_left("no other worker can continue it")
     if any(not w.probed for w in untried):
         return None  # its first probe is due
-    live = [w for w in holders if w.up and (info.pinned or not w.draining)]
-    left = [w for w in live if attempts.may_try(w)]
-    if live and not left:
+    live = [w for w in fitting if w.up and (info.pinned or not w.draining)]
+    live_untried = [w for w in live if attempts.may_try(w)]
+    if live and not live_untried:
         return refusals.no_worker_left("no other worker can take it")
-    if any(_can_serve(w, info, attempts) for w in left):
+    if any(_can_serve(w, info, attempts) for w in live_untried):
         return None
-    soonest = min((w.breaker.until - now for w in left), default=None)
+    soonest = min((w.breaker.until - now for w in live_untried), default=None)
     return refusals.no_worker(info.model, soonest)
 
 
@@ -215,7 +213,7 @@ def why_excluded(worker: Worker, info: RequestInfo, now: float) -> str:
     return next((text for holds, text in reasons if holds), "")
 
 
-def with_panic(score: Score, worker: Worker) -> Score:
+def note_panic(score: Score, worker: Worker) -> Score:
     if worker.breaker.closed or worker.is_barred:
         return score
     return replace(score, note=f"{score.note}; {IN_PANIC}" if score.note else IN_PANIC)

@@ -95,7 +95,7 @@ class Placer:
         self, view: View, decision: Decision, attempts: Attempts, *, none_ahead: bool
     ) -> Lease:
         """Charge a request to the chosen workers and to its tenant, and count the decision."""
-        info, now, worker = view.info, view.now, decision.worker
+        info, now, worker, handover = view.info, view.now, decision.worker, decision.handover
         if view.pool.num_decodes and self.settings.transfer:
             decision.verdict = handover_cost.handover_verdict(decision, view)
             key = info.model, decision.verdict
@@ -109,12 +109,11 @@ class Placer:
             decision.turn = candidate_rules.turn_of(view, worker)
             lease.session = self.roster.sessions.get_or_create(info.session, now)
         if info.tenant is not None:
-            info.bill.free, handover = none_ahead, decision.handover
+            info.bill.free = none_ahead
             cached = decision.cached_tokens if handover is None else handover.cached_tokens
             fairness.charge(self.settings.fairness, info.tenant, info, cached)
         if info.prefix:  # a decode worker has it after the transfer: see `lease_book`
-            first = worker if decision.handover is None else decision.handover.prefill
-            self.roster.expect_prefix(info, first)
+            self.roster.expect_prefix(info, worker if handover is None else handover.prefill)
         self.count_decision(info.model, decision.reason)
         return lease
 
@@ -146,7 +145,7 @@ class Placer:
             if decision is None:
                 if wait_since is not None:
                     self._allow_wait(view, wait_since)
-                decision = self._decide_once(view, aged=aged, late=late)
+                decision = self._choose_worker(view, aged=aged, late=late)
             if decision is None or not self._is_filled(decision, now):
                 return view, decision
 
@@ -167,8 +166,8 @@ class Placer:
         decision = Decision(
             worker, Reason.TRIAL, worker.ttft_s(info, now, cached), cached_tokens=cached
         )
-        late = placed_too_late(settings.admission or NO_TARGETS, info, decision, now)
-        return decision if late is None else None
+        refusal = placed_too_late(settings.admission or NO_TARGETS, info, decision, now)
+        return decision if refusal is None else None
 
     def _is_filled(self, decision: Decision, now: float) -> bool:
         handover, roster = decision.handover, self.roster
@@ -176,7 +175,7 @@ class Placer:
             return True
         return roster.is_filled_elsewhere(decision.worker, now)
 
-    def _decide_once(self, view: View, *, aged: bool, late: bool) -> Decision | None:
+    def _choose_worker(self, view: View, *, aged: bool, late: bool) -> Decision | None:
         info = view.info
         if info.deadline < inf and view.offer is None:
             candidate_rules.keep_in_time(view)
@@ -184,16 +183,14 @@ class Placer:
         if is_spare:
             candidate_rules.leave_batch_reserve(view, fair)
         candidates = view.candidates
-        decision = self._choose(view)
+        decision = self._apply_rule(view)
         if decision is None and late and not is_spare and view.offer is not None:
             decision = self._choose_fallback(view, view.offer, candidates)
-        if (
-            is_spare
-            and decision is not None
-            and candidate_rules.disturbs_handovers(decision, view, fair)
-        ):
+        if decision is None or not is_spare:
+            return decision
+        if candidate_rules.disturbs_handovers(decision, view, fair):
             candidate_rules.avoid_handovers(view, fair)
-            decision = self._choose(view)
+            return self._apply_rule(view)
         return decision
 
     def _allow_wait(self, view: View, since: float) -> None:
@@ -212,7 +209,7 @@ class Placer:
             return queue.make_room(more, self.place_queued, view.now)
         return queue.has_room(more)
 
-    def _choose(self, view: View) -> Decision | None:
+    def _apply_rule(self, view: View) -> Decision | None:
         while view.candidates:
             decision = self.rule.choose(view)
             if decision is None or view.offer is None:
@@ -231,12 +228,12 @@ class Placer:
         info, view.candidates = view.info, candidates
         # Without the hand-over it would wait for the same slot, and then stall decodes.
         offer.may_wait_for_slot = True
-        if (decision := self._choose(view)) is not None:
-            one_is_ahead = decision.handover is not None and offer.prefill.prefill_tokens > 0
-            return None if one_is_ahead else decision
+        if (decision := self._apply_rule(view)) is not None:
+            must_wait = decision.handover is not None and offer.prefill.prefill_tokens > 0
+            return None if must_wait else decision
         view.offer = None
         view.candidates = [w for w in candidates if handover_cost.may_queue(w, info)]
-        decision = self._choose(view)
+        decision = self._apply_rule(view)
         if decision is not None:
             decision.why_whole = handover_cost.HandoverVerdict.NO_ROOM
         return decision
@@ -284,11 +281,11 @@ class Placer:
         if self.queue.has_room(amounts_of(info)):
             self._allow_wait(view, now)
         trial = self._choose_trial(view)
-        decision = self._choose(view)
+        decision = self._apply_rule(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         decision = trial or decision
         scores = tuple(
-            candidate_rules.with_panic(
+            candidate_rules.note_panic(
                 scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
             )
             for w in self.roster.workers_of(info.model)

@@ -82,14 +82,14 @@ class TenantReply(NamedTuple):
 class LimitRequest:
     """A request that waits for the server's decision."""
 
-    __slots__ = ("done", "tokens")
+    __slots__ = ("on_decided", "tokens")
 
     def __init__(self, tokens: int, on_decided: Decided) -> None:
         self.tokens = tokens
-        self.done: Decided | None = on_decided  # None: the client has left
+        self.on_decided: Decided | None = on_decided  # None: the client has left
 
     def drop(self) -> None:
-        self.done = None
+        self.on_decided = None
 
 
 class TenantLimits:
@@ -335,13 +335,7 @@ class SharedLimiter:
         self._note_up()
         try:
             for call, tenant_reply in zip(calls, tenant_replies, strict=True):
-                limits = call.limits
-                limits.unanswered = None
-                self._apply_reply(limits, call.waiting, tenant_reply)
-                if limits.waiting:
-                    self.call_soon_for(limits)
-                elif limits.has_unreported or limits.advance.requests:
-                    self.report_within(limits, MOMENT_S)
+                self._apply_reply(call.limits, call.waiting, tenant_reply)
         except Exception as error:  # a defect; this process must not go on with lost requests
             self._fatal_error = error
             self._disconnected.set()
@@ -388,6 +382,7 @@ class SharedLimiter:
         self, limits: TenantLimits, waiting: list[LimitRequest], reply: TenantReply
     ) -> None:
         now, ledger = self.clock(), limits.tenant.ledger
+        limits.unanswered = None
         limits.full_at = now + reply.requests_s, now + reply.tokens_s
         if self.is_up:
             limits.known_at = now
@@ -398,10 +393,14 @@ class SharedLimiter:
             exceeded = None
             if limit is not None:
                 exceeded = ledger.exceeded_on_server(now, limit, wait_s or CONCURRENCY_RETRY_S)
-            if request.done is not None:
-                request.done(exceeded)
+            if request.on_decided is not None:
+                request.on_decided(exceeded)
             elif exceeded is None:  # the client has left
                 limits.charge(-1, -request.tokens, soon=True)
+        if limits.waiting:
+            self.call_soon_for(limits)
+        elif limits.has_unreported or limits.advance.requests:
+            self.report_within(limits, MOMENT_S)
 
     # Without the server
 
@@ -422,9 +421,9 @@ class SharedLimiter:
             limits.return_advance()
             waiting, limits.waiting = limits.waiting, []
             for request in waiting:
-                if request.done is not None:
+                if request.on_decided is not None:
                     ledger = limits.tenant.ledger
-                    request.done(ledger.decide(self.clock(), request.tokens))
+                    request.on_decided(ledger.decide(self.clock(), request.tokens))
 
     def _note_up(self) -> None:
         now = self.clock()

@@ -14,15 +14,13 @@ from proxy.processes.shared.process_sheet import (
     LARGE_PREFILLS,
     LIFE,
     NO_PLACES,
+    NO_USAGE,
     TENANT_CHANGES,
     WAITING,
     PlaceKind,
-    TenantRow,
     changed_places,
 )
 from proxy.processes.shared.shared_memory import SharedTable
-
-NO_USAGE = TenantRow()
 
 
 class LocalSheet:
@@ -44,7 +42,7 @@ class LocalSheet:
         self._places = NO_PLACES
         self._floors: tuple[float, ...] = ()
 
-    def has_large_change(self, workers: WorkerNames, scarce: Callable[[str, int], bool]) -> bool:
+    def has_urgent_change(self, workers: WorkerNames, scarce: Callable[[str, int], bool]) -> bool:
         """Return True if other hosts should see a change at once.
 
         `scarce`: whether a worker with so many requests has few free slots.

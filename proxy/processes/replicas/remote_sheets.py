@@ -22,7 +22,6 @@ from proxy.processes.replicas.messages import (
     ProcessChanges,
     Settled,
     Update,
-    Usage,
 )
 from proxy.processes.replicas.worker_names import WorkerNames
 from proxy.processes.shared.limits import FLOORS_ROW
@@ -30,8 +29,10 @@ from proxy.processes.shared.process_sheet import (
     BREAKER_CHANGES,
     LIFE,
     NO_SHARES,
+    NO_USAGE,
     TENANT_CHANGES,
     WAITING,
+    ProcessSheet,
     QueueFront,
     TenantRow,
     TrafficRow,
@@ -206,21 +207,16 @@ class RemoteSheets:
             unnamed = process.loads.keys() - part.loads.keys()
             part.loads.update(dict.fromkeys(unnamed, (NO_LOAD, 0.0)))
             part.usage.update(dict.fromkeys(process.usage.keys() - part.usage.keys(), NO_USAGE))
-        sheet, offset = self._table.sheet(process.index), member.offset
+        sheet = self._table.sheet(process.index)
         if part.life != process.life:  # a new process: readers start anew
             process.life = part.life
             sheet.write_count(LIFE, next(self._lives))
         process.loads.update(part.loads)
         process.breakers.update(part.breakers)
         for name in {*part.loads, *part.breakers}:
-            self._write_worker(process, name, offset)
-        for at, (tenant, virtual, since, oldest) in part.fronts.items():
-            front = QueueFront(tenant, virtual, since + offset, oldest + offset)
-            sheet.write_front(*divmod(at, len(Rank)), front)
+            self._write_worker(process, name, member.offset)
         process.waiting = part.waiting
-        sheet.write_count(WAITING, part.waiting)
-        for place, (last_at, passed, passer) in part.lasts.items():
-            sheet.write_last(place, LastDispatch(last_at + offset, passed, passer))
+        _write_queue(sheet, part, member.offset)
         for place, traffic in part.traffic.items():
             sheet.write_traffic(place, TrafficRow(*traffic))
         for mark, usage in part.usage.items():
@@ -317,7 +313,13 @@ class RemoteSheets:
                 sheet.mark_changed(row, TENANT_CHANGES)
 
 
-NO_USAGE: Usage = TenantRow()
+def _write_queue(sheet: ProcessSheet, part: ProcessChanges, offset: float) -> None:
+    for at, (tenant, virtual, since, oldest) in part.fronts.items():
+        front = QueueFront(tenant, virtual, since + offset, oldest + offset)
+        sheet.write_front(*divmod(at, len(Rank)), front)
+    sheet.write_count(WAITING, part.waiting)
+    for place, (last_at, passed, passer) in part.lasts.items():
+        sheet.write_last(place, LastDispatch(last_at + offset, passed, passer))
 
 
 def _shifted(time: float, offset: float) -> float:

@@ -217,7 +217,7 @@ class Replication:
             return True
         if self._gone or self._notices.has_new:
             return True
-        return any(sheet.has_large_change(self.workers, self._is_scarce) for sheet in self._local)
+        return any(sheet.has_urgent_change(self.workers, self._is_scarce) for sheet in self._local)
 
     def _is_scarce(self, name: str, requests: int) -> bool:
         """Return True if half of this host's part of a worker's slots is taken."""

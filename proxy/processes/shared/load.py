@@ -85,8 +85,8 @@ class SharedLoad:
         self._breakers: dict[Worker, tuple[float, BreakerSnapshot]] = {}  # last known shared state
         self._interval_s = READ_INTERVAL_S if self.peers.local else REMOTE_INTERVAL_S - SETTLE_S
         self._reading = self._scheduled = False
-        self._next = self._next_full_read = 0.0
-        self._reservations = 0  # changes applied
+        self._next_read = self._next_full_read = 0.0
+        self._reservation_changes = 0  # that were read
 
     def peers_of(self, make: Callable[[ProcessSheet], Peer]) -> Peers[Peer]:
         return Peers(self.table, self.process, make)
@@ -208,9 +208,9 @@ class SharedLoad:
 
     def read_remote_charges(self, now: float) -> None:
         """Read the other processes' changes since the last look."""
-        if now < self._next:
+        if now < self._next_read:
             return
-        self._next = now + self._interval_s
+        self._next_read = now + self._interval_s
         if not self.peers.may_have_news(now):
             return
         for part in self.parts:
@@ -230,7 +230,7 @@ class SharedLoad:
                     breakers = True
         if read_all:
             self._next_full_read = now + FULL_READ_INTERVAL_S
-        if self.table.reservation_changes != self._reservations:
+        if self.table.reservation_changes != self._reservation_changes:
             self._read_reservations()
         if read_all or breakers:  # rare; the ring does not name the breakers that changed
             self._read_rows(list(self._workers), now, breakers=True)
@@ -252,7 +252,7 @@ class SharedLoad:
         return worker.requests >= worker.request_limit
 
     def _read_reservations(self) -> None:
-        self._reservations = self.table.reservation_changes
+        self._reservation_changes = self.table.reservation_changes
         self.changes += 1
         for row, worker in self._workers.items():
             self._fleet.health.reserve(worker, self.table.reserved(row))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from proxy.core.fleet.charges import Fleet
 from proxy.core.fleet.worker import Worker
@@ -25,7 +26,10 @@ MAX_UNREAD = 32_768  # prompts of other processes
 MAX_UNREAD_HASHES = 1_048_576
 
 
-UnreadPrompt = tuple["Worker", float, "array[int]"]
+class UnreadPrompt(NamedTuple):
+    worker: Worker
+    up_since: float
+    hashes: array[int]
 
 
 class PrefixPeer:
@@ -52,7 +56,7 @@ class SharedPrefixes:
         self._shared_load = shared_load
         self._peers = shared_load.peers_of(PrefixPeer)
         self._new = array("Q")
-        self._taking = False
+        self._records_remote = False
         self._turns: list[tuple[int, tuple[int, ...]]] = []  # whose tokens are not read yet
         self._unread: dict[int, list[UnreadPrompt]] = {}  # by the first block, the oldest first
         self._unread_prompts = self._unread_hashes = 0
@@ -61,7 +65,7 @@ class SharedPrefixes:
         fleet.roster.sessions.report_turn = self._note_turn
 
     def _note_prefix(self, hashes: tuple[int, ...], index: int) -> None:
-        if self._taking:
+        if self._records_remote:
             return
         worker = self._fleet.roster.by_index.get(index)
         if worker is not None and not worker.reports_prefixes:  # each process reads its journal
@@ -118,7 +122,7 @@ class SharedPrefixes:
             self._pop_unread(next(iter(self._unread)))
 
     def _keep_unread(self, worker: Worker, hashes: array[int]) -> None:
-        prompt = worker, worker.up_since, hashes
+        prompt = UnreadPrompt(worker, worker.up_since, hashes)
         if (prompts := self._unread.get(hashes[0])) is None:
             self._unread[hashes[0]] = [prompt]
         else:
@@ -127,17 +131,17 @@ class SharedPrefixes:
         self._unread_hashes += len(hashes)
 
     def _pop_unread(self, first: int) -> list[UnreadPrompt]:
-        entry = self._unread.pop(first)
-        self._unread_prompts -= len(entry)
-        self._unread_hashes -= sum(len(hashes) for _, _, hashes in entry)
-        return entry
+        prompts = self._unread.pop(first)
+        self._unread_prompts -= len(prompts)
+        self._unread_hashes -= sum(len(prompt.hashes) for prompt in prompts)
+        return prompts
 
     def _record_unread(self, first: int) -> None:
         if first not in self._unread:
             return
         roster = self._fleet.roster
-        self._taking = True
+        self._records_remote = True
         for worker, up_since, hashes in self._pop_unread(first):
             if worker.up_since == up_since and roster.by_index.get(worker.index) is worker:
                 roster.prefixes.record(tuple(hashes), worker.index)
-        self._taking = False
+        self._records_remote = False

@@ -88,6 +88,9 @@ class TenantRow(NamedTuple):
     unsettled: Shares = NO_SHARES  # estimates of requests in flight
 
 
+NO_USAGE = TenantRow()
+
+
 class PlaceKind(Enum):
     """What is written by model and size."""
 

@@ -59,7 +59,7 @@ class SharedQueues:
         """Return True if a request of a class above `rank` waits there in another process."""
         if not self.waits:
             return False
-        if rank > BATCH and self._has_higher_class(place.model):
+        if rank > BATCH and self._has_any_above_batch(place.model):
             return True  # batch waits for all sizes of its model
         at, above = place_index(place), list(Rank)[:rank]
         return any(
@@ -98,8 +98,9 @@ class SharedQueues:
         """Return True if a request of another process should get the free slot."""
         if not self.waits:
             return False
-        if key[0] is BATCH and order == IN_ORDER and self._has_higher_class(place.model):
-            return self._start_hold()
+        if key[0] is BATCH and order == IN_ORDER and self._has_any_above_batch(place.model):
+            self.holds_back = True
+            return True
         remote = (
             (aged.get(rank, IN_ORDER), (rank, *order_of(front)))
             for rank, front in self._fronts_at(place)
@@ -110,13 +111,11 @@ class SharedQueues:
         waited_s = now - self._passed_at.setdefault(place, now)
         if waited_s >= self._hold_s:
             self._passed_at[place] = now
-        return self._start_hold() if waited_s < self._hold_s or waited_s > STALE_HOLD_S else False
+        holds = waited_s < self._hold_s or waited_s > STALE_HOLD_S
+        self.holds_back = self.holds_back or holds
+        return holds
 
-    def _start_hold(self) -> bool:
-        self.holds_back = True
-        return True
-
-    def _has_higher_class(self, model: str) -> bool:
+    def _has_any_above_batch(self, model: str) -> bool:
         return any(self.has_higher_class(Place(model, size), BATCH) for size in SIZES)
 
     def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, QueueFront]]:

@@ -41,9 +41,9 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 class ClientConnection(asyncio.Protocol):
     __slots__ = (
-        "_ahead_bytes", "_closing", "_deadline_state", "_exchange", "_final_refusal",
-        "_is_serving_ready", "_leaving", "_reader", "_reading_paused", "_transport", "_upload",
-        "_wire", "deadline", "writable", "write",
+        "_ahead_bytes", "_closing", "_deadline_state", "_exchange", "_final_refusal", "_leaving",
+        "_reader", "_reading_paused", "_takes_ready", "_transport", "_upload", "_wire", "deadline",
+        "writable", "write",
     )  # fmt: skip
 
     def __init__(self, wire: WireContext) -> None:
@@ -62,7 +62,7 @@ class ClientConnection(asyncio.Protocol):
         self._final_refusal: Refusal | None = None  # sent after earlier responses
         self._leaving = False
         self._closing = Closing()
-        self._is_serving_ready = False
+        self._takes_ready = False
         self._reading_paused = False
         self._ahead_bytes = 0
         self._deadline_state = ParserState.NOTHING  # for which the deadline is
@@ -138,7 +138,7 @@ class ClientConnection(asyncio.Protocol):
             self.leave(now)
         elif (
             self._reader.ready
-            or self._is_serving_ready
+            or self._takes_ready
             or self._leaving
             or self._final_refusal is not None
         ):
@@ -206,18 +206,18 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _serve_ready(self, now: float) -> None:
-        if self._is_serving_ready:
+        if self._takes_ready:
             return
-        self._is_serving_ready = True
+        self._takes_ready = True
         ready = self._reader.ready
-        while ready and not self._is_serving() and self.writable and not self._leaving:
+        while ready and not self._has_exchange() and self.writable and not self._leaving:
             request = ready.popleft()
             if self._reading_paused:
                 self._reader.request_taken(request)
             self._serve(now, request)
-            if ready and not self._is_serving():
+            if ready and not self._has_exchange():
                 self._wire.write_batch.flush()  # updates `writable`
-        self._is_serving_ready = False
+        self._takes_ready = False
         if self._exchange is not None or self._leaving:
             if len(ready) > MAX_AHEAD_REQUESTS:
                 self._pause_reading()
@@ -228,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._wait_for_request(now)
 
-    def _is_serving(self) -> bool:
+    def _has_exchange(self) -> bool:
         return self._exchange is not None
 
     def _serve(self, now: float, request: Request) -> None:

@@ -68,7 +68,7 @@ NOT_SUPPORTED = frozenset([501, 505])
 class Attempt:
     __slots__ = (
         "_error_body", "_exchange", "_fast_path", "_head", "_wire", "connection", "handover",
-        "held_since", "lease", "response", "timeout_s",
+        "journal_awaited_since", "lease", "response", "timeout_s",
     )  # fmt: skip
 
     def __init__(self, exchange: AttemptOwner, lease: Lease) -> None:
@@ -76,17 +76,13 @@ class Attempt:
         self.timeout_s = inf
         self.lease: Lease | None = lease  # None once the attempt has failed
         self.handover: TwoLegExchange | None = None
-        self.held_since = inf  # not read while the journal catches up
+        self.journal_awaited_since = inf  # not read while the journal catches up
         self._exchange = exchange
         self._wire = exchange.wire
         self._head: ResponseHead | None = None  # held until the first body bytes
         self.response: ResponseWriter | None = None
         self._fast_path: StreamFastPath | None = None
         self._error_body: bytes | None = None  # of an error that must be read
-
-    @property
-    def has_begun(self) -> bool:
-        return self.response is not None and self.response.has_begun
 
     # To the worker
 
@@ -117,22 +113,22 @@ class Attempt:
 
     def response_begun(self, now: float, head: ResponseHead) -> None:
         """Start the response or a retry."""
-        exchange, status = self._exchange, head.status
+        exchange, handover, status = self._exchange, self.handover, head.status
+        begun = exchange.begun_response
         self._head = self._error_body = None
-        if status == OK and head.length is None and exchange.begun_response is not None:
-            self.response = expect_repeated(exchange, exchange.begun_response)
+        if status == OK and begun is not None and head.length is None:
+            self.response = expect_repeated(exchange, begun)
             if not exchange.client.writable:
                 self.pause()
             return
-        if status == OK and self.handover is None and exchange.begun_response is None:
+        if status == OK and begun is None and handover is None:
             self._head = head  # the body may be one piece
             return
         if status >= BAD_REQUEST and self._retry_after_error(now, head):
             return
-        if exchange.begun_response is not None:
+        if begun is not None:
             self._end_with(now, Outcome.REFUSED, exchange.last_refusal or REFUSED_TOO)
             return
-        handover = self.handover
         if handover is not None and status >= BAD_REQUEST:  # the connector did not see it
             handover.release_unfetched(now, healthy=True)
         if must_be_read(exchange, self.lease, status):
@@ -169,7 +165,7 @@ class Attempt:
             if response is None:
                 return
         if exchange.repeated is not None:
-            new = self._remove_sent(now, body, ended)
+            new = self._new_part(now, body, ended)
             if new is None:
                 return
             body = new
@@ -185,7 +181,10 @@ class Attempt:
             if checked is None:
                 return
             body = checked
-        had_begun = response.has_begun
+        self._pass_on(now, response, body, ended)
+
+    def _pass_on(self, now: float, response: ResponseWriter, body: bytes, ended: bool) -> None:
+        exchange, had_begun = self._exchange, response.has_begun
         data = response.feed(body, ended)
         if response.has_begun and not had_begun:
             if not exchange.client.writable:
@@ -217,7 +216,7 @@ class Attempt:
         self.response = writer_for(self._exchange, head)
         return self.response
 
-    def _remove_sent(self, now: float, body: bytes, ended: bool) -> bytes | None:
+    def _new_part(self, now: float, body: bytes, ended: bool) -> bytes | None:
         """Return what is new of a stream that another worker repeats; None if there is nothing."""
         rest = remove_repeated(self._exchange, self.lease, now, body)
         if isinstance(rest, Refusal):
@@ -282,7 +281,8 @@ class Attempt:
         return extra_timeout_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
-        lease, handover, exchange, begun = self.lease, self.handover, self._exchange, self.has_begun
+        lease, handover, exchange = self.lease, self.handover, self._exchange
+        begun = self.response is not None and self.response.has_begun
         if lease is None or exchange.last_refusal or (begun and not is_silent(exchange, now)):
             return
         if lease.running_leg.worker not in workers:
@@ -352,7 +352,7 @@ class Attempt:
             self.connection.pause()
 
     def resume(self, now: float) -> None:
-        if self.connection is not None and self.held_since == inf:
+        if self.connection is not None and self.journal_awaited_since == inf:
             self.connection.resume(now)
 
     def stop(self, now: float, outcome: Outcome) -> None:

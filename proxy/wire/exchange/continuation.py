@@ -25,8 +25,8 @@ from proxy.core.request.continuable import (
     with_output,
 )
 from proxy.core.request.continued_text import TextSoFar, why_not_by_text, with_text
-from proxy.http.sent_text import FAILED, EngineFailedError, SentText, TextDiffersError
-from proxy.wire.exchange.owner import AttemptOwner
+from proxy.http.sent_text import FAILED, EngineFailedError, TextDiffersError
+from proxy.wire.exchange.owner import AttemptOwner, TokensSource
 from proxy.wire.exchange.response_writer import ResponseWriter
 from proxy.wire.exchange.state import ANSWERING
 from proxy.wire.worker.connection import WorkerError
@@ -94,20 +94,17 @@ def find_output(
 
     `regenerates`: without tokens and text, it may begin anew.
     """
-    output: Output | Obstacle = find_tokens(exchange, lease, response, since)
-    if not isinstance(output, Obstacle):
-        if not (output and may_use_text(exchange)) or others_take_tokens(exchange, lease):
-            return output
-        by_text = find_text(exchange)
-        return output if isinstance(by_text, Obstacle) else by_text
-    if output.reason != NO_TOKENS:
-        return output
-    if may_use_text(exchange):
-        output = find_text(exchange)
-    sent = exchange.sent_text
-    if not isinstance(output, Obstacle) or sent is None or not regenerates:
-        return output
-    return () if may_regenerate(exchange, sent) else output
+    tokens, by_text = find_tokens(exchange, lease, response, since), may_use_text(exchange)
+    if isinstance(tokens, Obstacle):
+        if tokens.reason != NO_TOKENS:
+            return tokens
+        output = find_text(exchange) if by_text else tokens
+        begins_anew = regenerates and isinstance(output, Obstacle) and may_regenerate(exchange)
+        return () if begins_anew else output
+    if not (tokens and by_text) or others_take_tokens(exchange, lease):
+        return tokens
+    text = find_text(exchange)
+    return tokens if isinstance(text, Obstacle) else text
 
 
 def others_take_tokens(exchange: AttemptOwner, lease: Lease) -> bool:
@@ -154,10 +151,11 @@ def find_tokens(
     return Obstacle(NO_TOKENS) if tokens is None else tokens
 
 
-def may_regenerate(exchange: AttemptOwner, sent: SentText) -> bool:
+def may_regenerate(exchange: AttemptOwner) -> bool:
     """Return whether another worker generates the same text from the beginning, and soon."""
-    if sent.is_empty:
-        return True
+    sent = exchange.sent_text
+    if sent is None or sent.is_empty:
+        return sent is not None
     is_short = exchange.record.output_tokens <= MAX_REPEATED_TOKENS
     return is_short and is_greedy(exchange.request.body)
 
@@ -167,9 +165,8 @@ def prepare_continuation(
 ) -> None:
     """Write the request that continues the stream."""
     restore_attempts(exchange, lease)
-    lease.attempts = continuing_attempts(
-        exchange, lease.attempts, needs_journal=needs_journal(output)
-    )
+    needs = needs_journal(output)
+    lease.attempts = continuing_attempts(exchange, lease.attempts, needs_journal=needs)
     if exchange.begun_response is None:
         exchange.whole_body = exchange.request.body
     if isinstance(output, TextSoFar):
@@ -177,7 +174,7 @@ def prepare_continuation(
         exchange.request.body = output.body
     else:
         exchange.text_so_far = None
-        exchange.tokens_source = lease.worker, lease.charged_at, len(output)
+        exchange.tokens_source = TokensSource(lease.worker, lease.charged_at, len(output))
         exchange.request.body = with_output(exchange.whole_body, output)
     response.drop_partial_event()
     exchange.begun_response = response
@@ -215,7 +212,6 @@ def record_not_continued(
 
 
 def broken_message(exchange: AttemptOwner) -> str:
-    """Return the error of a stream that its worker did not complete."""
     if why := exchange.why_not_continued:
         return f"{BROKEN_MESSAGE} No other worker can continue the stream: {why}."
     return BROKEN_MESSAGE
@@ -298,24 +294,24 @@ def remove_repeated(
         if exchange.try_another(now, Outcome.ERRED, WorkerError.STATUS) is None:
             return None
         return no_worker_left(f"another worker failed: {error}")
-    if rest.is_reached:
-        failed, exchange.failed_worker = exchange.failed_worker, ""
-        exchange.repeated = None
-        exchange.wire.metrics.count_continuation(failed)
-        exchange.set_state(ANSWERING)
-        if lease is not None:
-            # Workers that failed the stream may get it again.
-            lease.attempts = replace(lease.attempts, tried=NO_WORKERS, paused=NO_WORKERS)
-            exchange.record.left_workers += (failed,)
-            exchange.wire.continuations.log_continued(
-                now,
-                exchange.record,
-                failed,
-                lease.worker.name,
-                by_text=exchange.text_so_far is not None,
-            )
-            exchange.wire.router.leases.record_first_token(lease, now)
+    if rest.is_caught_up:
+        record_continued(exchange, lease, now)
     return new
+
+
+def record_continued(exchange: AttemptOwner, lease: Lease | None, now: float) -> None:
+    failed, exchange.failed_worker = exchange.failed_worker, ""
+    exchange.repeated = None
+    wire, record, by_text = exchange.wire, exchange.record, exchange.text_so_far is not None
+    wire.metrics.count_continuation(failed)
+    exchange.set_state(ANSWERING)
+    if lease is not None:
+        # Workers that failed the stream may get it again.
+        lease.attempts = replace(lease.attempts, tried=NO_WORKERS, paused=NO_WORKERS)
+        record.left_workers += (failed,)
+        name = lease.worker.name
+        wire.continuations.log_continued(now, record, failed, name, by_text=by_text)
+        wire.router.leases.record_first_token(lease, now)
 
 
 def continue_with_late_tokens(exchange: AttemptOwner, lease: Lease, now: float) -> bool:
@@ -327,9 +323,8 @@ def continue_with_late_tokens(exchange: AttemptOwner, lease: Lease, now: float) 
     tokens_of = exchange.wire.router.fleet.roster.stream_tokens
     if source is None or tokens_of is None:
         return False
-    worker, since, count = source
-    tokens = tokens_of(worker, exchange.request.id.decode("latin-1"), since)
-    if tokens is None or len(tokens) <= count:
+    tokens = tokens_of(source.worker, exchange.request.id.decode("latin-1"), source.since)
+    if tokens is None or len(tokens) <= source.number:
         return False
     lease.attempts = continuing_attempts(exchange, lease.attempts, needs_journal=True)
     exchange.request.body = with_output(exchange.whole_body, tokens)

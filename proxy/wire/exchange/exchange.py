@@ -84,12 +84,26 @@ class Exchange(AttemptOwner):
         wire, request = self.wire, self.request
         self.record.begin(now, request, wire.metrics)
         wire.exchanges.add(self)
-        if (refusal := self._collect(now)) is not None:
+        if (refusal := self._reserve_memory(now)) is not None:
             self.refuse(now, refusal)
         elif len(request.body) > LARGE_BODY_BYTES and self.route.shape is not FORM:
             self._reader = wire.large_bodies.add(request.body, self._read, self.end_for_shutdown)
         else:
             self._read(now)
+
+    def _reserve_memory(self, now: float) -> Refusal | None:
+        """Reserve the body's size; return a refusal, also if the tenant's limits are spent."""
+        wire, tenant = self.wire, self.request.head.tenant
+        if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
+            return spent
+        budget, size = wire.body_budget, len(self.request.body)
+        self._account = budget.account(tenant)
+        try:
+            budget.reserve(size, self._account)
+        except RefusedError as error:
+            return error.refusal
+        self._held_bytes = size
+        return None
 
     def _read(self, now: float, large: LargeBody | None = None) -> None:
         may_wait = self._owner_wait is None and self.wire.router.shares_responses
@@ -102,8 +116,8 @@ class Exchange(AttemptOwner):
             self.refuse(now, info)
             return
         self.info = self.record.info = info
-        if info.fields is not None:
-            request.body = edit_members(request.body, info.fields, known_members=info.found_members)
+        if info.edits is not None:
+            request.body = edit_members(request.body, info.edits, known_members=info.found_members)
         self._pending_decision = billing.ask_other_hosts(info, self._admission_decided)
         if self._pending_decision is None:
             self._admit(now, info)
@@ -139,19 +153,6 @@ class Exchange(AttemptOwner):
         self._tokenize_request = wire.make_tokenize_request(now, self._tokens_counted)
         pool = wire.pools.pool_for(counter)
         self._tokenize_request.ask(now, pool, request.body, request.head.authorization)
-
-    def _collect(self, now: float) -> Refusal | None:
-        wire, tenant = self.wire, self.request.head.tenant
-        if tenant is not None and (spent := wire.router.refusal_if_spent(tenant, now)) is not None:
-            return spent
-        budget, size = wire.body_budget, len(self.request.body)
-        self._account = budget.account(tenant)
-        try:
-            budget.reserve(size, self._account)
-        except RefusedError as error:
-            return error.refusal
-        self._held_bytes = size
-        return None
 
     def _tokens_counted(self, now: float, tokens: int | None) -> None:
         request, info = self._tokenize_request, self.info
@@ -199,17 +200,15 @@ class Exchange(AttemptOwner):
         if attempt is None or lease is None:
             return self.last_refusal
         worker, unfailed = lease.running_leg.worker, error in UNFAILED
-        free = unfailed or outcome is Outcome.REFUSED  # the worker is well
+        # The worker is well, or has done nothing.
+        free = unfailed or outcome is Outcome.REFUSED or error is WorkerError.CONNECT
         self.suspect = None
         if (handover := attempt.handover) is not None:
             worker, outcome = handover.end_failed(now, outcome, error)
             self.suspect = handover if handover.is_suspect else None
             free = free or handover.is_free
+        free = free or (self.begun_response is not None and outcome is Outcome.BUSY)
         attempt.handover = attempt.lease = None
-        if error is WorkerError.CONNECT or (
-            self.begun_response is not None and outcome is Outcome.BUSY
-        ):
-            free = True  # the worker has done nothing
         failure = LegFailure(
             outcome,
             avoid=None if unfailed else worker,
@@ -240,20 +239,21 @@ class Exchange(AttemptOwner):
             return ENDS
         if attempt.handover is not None:
             return HANDOVER
-        settled = now - attempt.held_since >= SETTLE_S
+        settled = now - attempt.journal_awaited_since >= SETTLE_S
         why = move_request(self, now, attempt.lease, attempt.response, settled=settled)
         if why == WAITS:
-            attempt.held_since = min(attempt.held_since, now)
+            attempt.journal_awaited_since = min(attempt.journal_awaited_since, now)
             attempt.pause()
         elif why:
             self.release(now)
         return why
 
     def release(self, now: float) -> None:
-        if self._attempt is not None and self._attempt.held_since != inf:
-            self._attempt.held_since = inf
+        attempt = self._attempt
+        if attempt is not None and attempt.journal_awaited_since != inf:
+            attempt.journal_awaited_since = inf
             if self.client.writable:
-                self._attempt.resume(now)
+                attempt.resume(now)
 
     def leave_workers(self, now: float, workers: Collection[Worker]) -> None:
         if self._attempt is not None:

@@ -76,9 +76,8 @@ def move_request(
         output = find_output(exchange, lease, response, since=inf)
         if isinstance(output, Obstacle):
             return output.reason
-        if not placer.may_move(
-            info, now, continuing_attempts(exchange, attempts, needs_journal=needs_journal(output))
-        ):
+        attempts = continuing_attempts(exchange, attempts, needs_journal=needs_journal(output))
+        if not placer.may_move(info, now, attempts):
             return NO_WORKER
         if not isinstance(output, TextSoFar) and not settled:
             return WAITS
@@ -98,37 +97,34 @@ class WorkerMoves:
         self.ended = asyncio.Event()
         self._why_not_moved = {exchange: WAITS for exchange in exchanges if exchange.uses(worker)}
         self._waiting = deque(self._why_not_moved)
-        self._held: list[ServedExchange] = []  # until the journal has their last tokens
+        self._await_journal: list[ServedExchange] = []  # until it has their last tokens
 
     def step(self, now: float) -> None:
-        held, self._held = self._held, []
-        next_ones = min(MAX_MOVES_PER_SWEEP, len(self._waiting))
-        for exchange in (*held, *(self._waiting.popleft() for _ in range(next_ones))):
+        first, self._await_journal = self._await_journal, []
+        count = min(MAX_MOVES_PER_SWEEP, len(self._waiting))
+        for exchange in (*first, *(self._waiting.popleft() for _ in range(count))):
             if not exchange.uses(self.worker):
                 continue
             why = self._why_not_moved[exchange] = exchange.move(now)
             if not why:
                 self.moved += 1
             elif why == WAITS:
-                self._held.append(exchange)
+                self._await_journal.append(exchange)
             elif why not in LASTING:
                 self._waiting.append(exchange)
-        if not (self._waiting or self._held):
+        if not (self._waiting or self._await_journal):
             self.ended.set()
 
     def stop(self, now: float) -> None:
         """Let the requests that have not moved go on."""
-        for exchange in self._held:
+        for exchange in self._await_journal:
             exchange.release(now)
         self.ended.set()
 
     def remaining(self) -> dict[str, int]:
         """Return how many requests the worker still has, by reason."""
-        return dict(
-            Counter(
-                why for exchange, why in self._why_not_moved.items() if exchange.uses(self.worker)
-            )
-        )
+        why_not = self._why_not_moved.items()
+        return dict(Counter(why for exchange, why in why_not if exchange.uses(self.worker)))
 
 
 class Moves:

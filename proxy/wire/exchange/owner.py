@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from proxy.core.fleet.worker import Worker
 from proxy.core.model.route_table import Route
 from proxy.core.model.types import Outcome, Reason, Refusal, RequestInfo
@@ -18,6 +20,14 @@ from proxy.wire.handover.two_legs import TwoLegExchange
 from proxy.wire.worker.connection import WorkerError
 
 MAX_PIECES = 32  # of a stream's text that is not counted yet
+
+
+class TokensSource(NamedTuple):
+    """The worker with the journal of a stream's tokens."""
+
+    worker: Worker
+    since: float
+    number: int  # of tokens
 
 
 class AttemptOwner:
@@ -37,9 +47,9 @@ class AttemptOwner:
         self.failed_worker = ""  # until the stream goes on
         self.why_not_continued = ""
         self.whole_body = b""  # without the output of another worker
-        self.text_so_far: TextSoFar | None = None  # from which another worker goes on
-        # The worker with the journal of these tokens, since when, and their number.
-        self.tokens_source: tuple[Worker, float, int] | None = None
+        # From one of these, another worker goes on.
+        self.text_so_far: TextSoFar | None = None
+        self.tokens_source: TokensSource | None = None
         # A failed hand-over; its link is counted as failed if the next attempt succeeds.
         self.suspect: TwoLegExchange | None = None
 
@@ -59,11 +69,9 @@ class AttemptOwner:
         raise NotImplementedError
 
     def refuse(self, now: float, refusal: Refusal) -> None:
-        """End the exchange with a refusal."""
         raise NotImplementedError
 
     def close(self, now: float, status: int, reason: Reason | None = None) -> None:
-        """Count the request and forget the exchange."""
         raise NotImplementedError
 
     def forget_body(self) -> None:

@@ -25,7 +25,7 @@ def writer_for(
     exchange: AttemptOwner, head: ResponseHead, cached_tokens: int | None = None
 ) -> ResponseWriter:
     request, info = exchange.request, exchange.info
-    changed = None if info is None else info.fields
+    changed = None if info is None else info.edits
     return ResponseWriter(
         request,
         head,
@@ -34,7 +34,7 @@ def writer_for(
         edits=BodyEdits(
             cached_tokens=cached_tokens,
             hides_usage=changed is not None and OPTIONS in changed,
-            holds_opening=opens_early(exchange),
+            holds_opening=may_hold_opening(exchange),
         ),
     )
 
@@ -83,8 +83,8 @@ def fast_path(
     )
 
 
-def opens_early(exchange: AttemptOwner) -> bool:
-    """Return whether a stream begins before its output, and no client needs its id until then."""
+def may_hold_opening(exchange: AttemptOwner) -> bool:
+    """Return whether the client does not need a response's id before its output."""
     info = exchange.info
     return exchange.route.stores and info is not None and not info.in_background
 

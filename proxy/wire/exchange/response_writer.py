@@ -104,21 +104,13 @@ class ResponseWriter:
             body = self._hold_json(body, self._cached_tokens, ended)
         elif self._tail is not None:
             self._tail = (self._tail + body)[-TAIL:]
-        if not self._chunked:
-            data = body
-        elif body:
-            data = b"%x\r\n%b\r\n" % (len(body), body)
-            if ended:
-                data += LAST_CHUNK
-        else:
-            data = LAST_CHUNK if ended else b""
+        data = _in_chunks(body, ended=ended) if self._chunked else body
         if not self.has_begun and (data or ended):
             self.has_begun = True
             return self._head + data
         return data
 
     def _hold_opening(self, body: bytes, ended: bool) -> bytes:
-        """Hold back events before the first output."""
         body = self._held + body
         self.holds_opening = not ended and len(body) <= MAX_HELD_BYTES and find_result(body) < 0
         self._held = body if self.holds_opening else b""
@@ -197,9 +189,7 @@ class ResponseWriter:
         return None if event is None else self._last_chunk(event)
 
     def _last_chunk(self, event: bytes) -> bytes:
-        if not self._chunked:
-            return event
-        return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK) if event else LAST_CHUNK
+        return _in_chunks(event, ended=True) if self._chunked else event
 
     def final_error_event(self, message: str, code: str) -> bytes | None:
         """Return an error event that ends a failed stream; None if not possible."""
@@ -237,6 +227,11 @@ class ResponseWriter:
             pieces.append(b"Connection: keep-alive\r\n")
         pieces.append(b"\r\n")
         return b"".join(pieces)
+
+
+def _in_chunks(body: bytes, *, ended: bool) -> bytes:
+    data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+    return data + LAST_CHUNK if ended else data
 
 
 def response_id_in(data: bytes) -> str | None:

@@ -213,16 +213,20 @@ class TwoLegExchange:
         is_decode_worker_well = (late or outcome is Outcome.ERRED) if was_sent else healthy
         if not is_decode_worker_well:
             return lease.worker, outcome
-        self._was_late = late
+        return self._end_transfer(now, late=late), Outcome.MOOT
+
+    def _end_transfer(self, now: float, *, late: bool) -> Worker:
+        """Have the request served whole; return the worker to avoid."""
+        lease, self._was_late = self._lease, late
         if late:
             self._count_link_failure(now, lease.worker)
         # A transfer that failed at once does not rule out its decode worker.
-        self.is_suspect = was_sent and not late
+        self.is_suspect = self._is_sent and not late
         whole = FAILED_TRANSFER if self.is_suspect else LATE_TRANSFER
         lease.attempts = replace(lease.attempts, why_whole=whole)
         if not self.is_suspect and self._wire.router.leases.has_other_worker(lease):
-            return lease.worker, Outcome.MOOT
-        return self._prefill_worker, Outcome.MOOT
+            return lease.worker
+        return self._prefill_worker
 
     def record_failure(self, now: float) -> None:
         """Count the failure, after the request succeeded elsewhere."""
@@ -286,7 +290,6 @@ class TwoLegExchange:
             leg.drop()
 
     def release_unfetched(self, now: float, *, healthy: bool) -> None:
-        """Release blocks that may not have been fetched."""
         result, self._unfetched = self._unfetched, None
         if result is not None:
             authorization = self._request.head.authorization

@@ -255,7 +255,7 @@ async def test_unknown_worker_gets_404(api: httpx.AsyncClient, method: str, path
 async def test_decisions_are_filtered(app: App, api: httpx.AsyncClient) -> None:
     for number, name in enumerate(["s0", "l0", "s0"]):
         lease = charge(app, name, request=f"r{number}")
-        recent = app.recent
+        recent = app.metrics.recent
         recent.add(lease.info, lease.decision, finished(reason=Reason.SHORT_POOL, ttft_s=0.1))
     everything = (await api.get("/admin/decisions")).json()
     assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]

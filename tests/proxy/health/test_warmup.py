@@ -328,19 +328,19 @@ async def test_warm_links_are_not_checked_again() -> None:
     checked: list[object] = []
     knows = router.placer.links.is_warm
     router.placer.links.is_warm = lambda *pair: checked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
-    pairs = [*warmup._pairs_to_connect(0.0)]
+    pairs = [*warmup._links_to_make(0.0)]
     assert len(pairs) == 400
     for pair in pairs:
         router.placer.links.set_warm(*pair)
-    assert [*warmup._pairs_to_connect(0.0)] == []
+    assert [*warmup._links_to_make(0.0)] == []
     checked.clear()
-    assert [*warmup._pairs_to_connect(0.0)] == []
+    assert [*warmup._links_to_make(0.0)] == []
     assert checked == []
     decode = pairs[0][1]
     decode.up_since = 99.0
-    assert [*warmup._pairs_to_connect(0.0)] == [(p, d) for p, d in pairs if d is decode]
+    assert [*warmup._links_to_make(0.0)] == [(p, d) for p, d in pairs if d is decode]
     router.fleet.roster.remove("p0")
-    assert all(p.name != "p0" for p, _ in warmup._pairs_to_connect(0.0))
+    assert all(p.name != "p0" for p, _ in warmup._links_to_make(0.0))
     assert not knows(*pairs[1])  # links of p0 are forgotten
 
 

@@ -40,10 +40,10 @@ def sent(*pieces: str, condense_at: int = 0) -> SentText:
 def test_the_end_may_be_all_that_is_new() -> None:
     rest = sent("one", "two").rest()
     assert text_in(rest.feed(event("onetwo", "length"))) == ""
-    assert rest.is_reached
+    assert rest.is_caught_up
     rest = sent("one", "two").rest()
     assert rest.feed(event("onetwo")) == b""
-    assert rest.is_reached
+    assert rest.is_caught_up
     assert rest.feed(b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
 
 
@@ -153,13 +153,13 @@ def test_space_that_both_workers_generate_comes_once(
     rest = sent("text", space).rest(space)
     assert rest.feed(event(None, role="assistant", content="")) == b""
     assert text_in(b"".join(rest.feed(event(piece)) for piece in pieces)) == new
-    assert rest.is_reached
+    assert rest.is_caught_up
 
 
 def test_an_end_in_place_of_the_space_passes() -> None:
     rest = sent("text\n").rest("\n")
     assert b'"stop"' in rest.feed(event("", "stop"))
-    assert rest.is_reached
+    assert rest.is_caught_up
 
 
 def test_reasoning_behind_the_text_means_that_it_began_anew() -> None:

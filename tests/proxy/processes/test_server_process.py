@@ -95,7 +95,7 @@ QUESTIONS = {
     "page": ("metrics.tenants.show", None),
     "live": ("live.recorder.update", None),
     "logs": ("logs.change", (True, {})),
-    "decisions": ("recent.newest", (1, ANY)),
+    "decisions": ("metrics.recent.newest", (1, ANY)),
 }
 
 
@@ -136,7 +136,7 @@ async def test_unpicklable_answer_does_not_end_the_process(
     """Only the write finds it."""
     received: asyncio.Queue[Message] = asyncio.Queue()
     server._channel, _ = await connect(ignore, received.put_nowait)
-    recent = server.app.recent
+    recent = server.app.metrics.recent
     recent._clock = cast("Callable[[], float]", lambda: lambda: None)
     recent.add(make_info(), None, finished())
     server.handle(IpcQuestion(1, "decisions", (1, ANY)))

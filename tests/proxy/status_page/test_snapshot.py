@@ -81,7 +81,7 @@ def test_state_has_all_sections() -> None:
     router.fleet.roster.sessions.get_or_create(1, 0.0)
     router.fleet.roster.sessions.count("m", Turn.MOVED)
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
-    shown = orjson.loads(orjson.dumps(state(130.0)))
+    shown = orjson.loads(orjson.dumps(state.as_json(130.0)))
     assert shown["covers_s"] == 30.0
     assert shown["answered"] == [2, 1]
     assert shown["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
@@ -108,7 +108,7 @@ def test_tenants_are_summed_over_processes() -> None:
         tenant.totals.prompt_tokens, tenant.totals.limited = tokens, {"requests": 1}
         tenant.ledger.running, tenant.waiting = 3, 1
         states.append(state)
-    shown = states[0](130.0, [state.figures(130.0) for state in states])
+    shown = states[0].as_json(130.0, [state.figures(130.0) for state in states])
     assert shown["tenants"] == [
         {"name": "acme", "class": "batch", "requests": 6, "waiting": 2, "tokens": [15, 15],
          "limited": [2, 2]},
@@ -123,7 +123,7 @@ def test_failing_workers_of_a_large_fleet_come_first(monkeypatch: pytest.MonkeyP
         router.fleet.health.record_failure(w4, 1.0, why="reset")
         router.fleet.health.probe_failed("w5")
     w0.requests = w5.requests = 2
-    shown = LiveState(Metrics(router))(2.0)
+    shown = LiveState(Metrics(router)).as_json(2.0)
     rows = [(row["name"], row["state"], row["well"]) for row in shown["workers"]]
     assert rows == [("w4", "resting", False), ("w5", "down", False), ("w0", "up", True)]
     assert shown["workers"][0]["why"].startswith("it closed the connection")
@@ -144,7 +144,7 @@ def test_latency_rows_are_of_the_busiest_models() -> None:
                 served(f"m{number}", f"w{number}", Reason.GENERAL_POOL, "general")
             )
     metrics.gaps_of("general", "short").observe(0.02)
-    shown = state(130.0)
+    shown = state.as_json(130.0)
     assert Counter(row["what"] for row in shown["latencies"]) == {
         "TTFT": MAX_LATENCY_ROWS, "TPOT": MAX_LATENCY_ROWS, "ITL": 1,
     }  # fmt: skip

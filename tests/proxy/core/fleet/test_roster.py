@@ -324,7 +324,7 @@ def test_worker_added_again_keeps_running_requests() -> None:
     fleet.roster.remove("a")
     assert fleet.roster.add(spec("a")).requests == 0
     assert not fleet.roster.leaving
-    assert not fleet.roster._left
+    assert not fleet.roster._left_by_url
 
 
 def test_renamed_worker_inherits_charges() -> None:

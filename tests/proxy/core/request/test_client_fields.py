@@ -131,7 +131,7 @@ CHAT = "/v1/chat/completions"
 
 def fields_of(body: dict[str, Any], path: str = CHAT) -> object:
     """Return the fields that the router sets in a tenant's body."""
-    return sized(router_of(spec("w")), body, path, tenant("a")).fields
+    return sized(router_of(spec("w")), body, path, tenant("a")).edits
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/tokenize"])
@@ -145,7 +145,7 @@ def test_batch_requests_have_batch_rank_for_any_tenant(owner: Tenant | None) -> 
     router = router_of(spec("w"), pass_priority=True)
     info = sized(router, chat("hi"), owner=owner, batch=True)
     assert info.rank is Rank.BATCH
-    assert info.fields == (None if owner is None else {"priority": b"1"})
+    assert info.edits == (None if owner is None else {"priority": b"1"})
 
 
 def test_vllm_xargs_are_refused_as_an_openai_error() -> None:
@@ -189,7 +189,7 @@ def test_usage_is_not_requested_without_a_stream_or_on_other_routes(
 ) -> None:
     body = chat("hi", stream=stream, input="x", stream_options={"include_usage": False})
     info = sized(router_of(spec("w")), body, path, tenant("a"))
-    assert info.fields is None
+    assert info.edits is None
     assert not info.stream or stream is True
 
 
@@ -221,7 +221,7 @@ def test_client_cannot_use_the_salt_of_another_tenant() -> None:
     def salts(name: str, own: object = None) -> tuple[str, dict[str, Any] | None]:
         body = orjson.dumps(chat(LONG) | ({} if own is None else {"cache_salt": own}))
         info = sized(router, body, owner=router.tenants.get(name))
-        return info.salt, info.fields and json.loads(edit_members(body, info.fields))
+        return info.salt, info.edits and json.loads(edit_members(body, info.edits))
 
     def tenants(*, salted: bool) -> None:
         specs = [TenantSpec("legal", salted=salted), TenantSpec("intern"), TenantSpec("c")]
@@ -280,10 +280,10 @@ def test_worker_receives_the_model_checked_for_the_tenant(model: str) -> None:
     body = f'{{"model": {model}, "messages": []}}'.encode()
     for sent in (body, b'{"messages": []}'):
         info = sized(router, sent, owner=RESTRICTED)
-        pairs = json.loads(edit_members(sent, present(info.fields)), object_pairs_hook=list)
+        pairs = json.loads(edit_members(sent, present(info.edits)), object_pairs_hook=list)
         assert (info.model, {model for name, model in pairs if name == "model"}) == ("n", {"n"})
     if model.endswith('"n"'):
-        assert sized(router, body, owner=tenant("b")).fields is None
+        assert sized(router, body, owner=tenant("b")).edits is None
 
 
 def test_form_of_a_tenant_must_name_its_model_unambiguously() -> None:

@@ -100,8 +100,8 @@ def test_too_many_members_of_an_edited_body_are_400(unit: bytes) -> None:
         found = read(router, body, owner=owner)
         assert isinstance(found, RequestInfo) is (count < MAX_MEMBERS)
         if isinstance(found, RequestInfo):
-            assert found.fields is not None
-            assert edit_members(body, found.fields)
+            assert found.edits is not None
+            assert edit_members(body, found.edits)
         else:
             assert refused(found).status == 400
             assert "more than 2,000 members" in refused(found).message
@@ -280,7 +280,7 @@ def test_body_is_masked_once(text: str, more: str, monkeypatch: pytest.MonkeyPat
             module, "masked", lambda text: masked_sizes.append(len(text)) or masked(text)
         )
     found = sized(router_of(spec("w")), body, owner=tenant("t"))
-    after = edit_members(body, present(found.fields), known_members=found.found_members)
+    after = edit_members(body, present(found.edits), known_members=found.found_members)
     assert sum(size >= len(escaped) for size in masked_sizes) == 1
     assert json.loads(after) == {
         **{name: value for name, value in json.loads(body).items() if name != "priority"},

@@ -89,6 +89,6 @@ def test_member_names_are_those_of_the_body_sent(router: Router) -> None:
     """Members that the router sets are included; removed members are not."""
     body = json.dumps(chat("hi", stream=True, priority=3)).encode()
     info = sized(router, body, owner=Tenant(TenantSpec("a", salted=True)))
-    assert info.field_names == json.loads(edit_members(body, present(info.fields))).keys()
+    assert info.field_names == json.loads(edit_members(body, present(info.edits))).keys()
     assert {"cache_salt", "stream_options"} <= info.field_names
     assert "priority" not in info.field_names

@@ -199,7 +199,7 @@ def test_estimate_of_a_stored_response_refuses_no_request() -> None:
     router = router_of(spec("w", limit=PROMPT + 500))
     _, later = continued(router, 600)
     assert placed(router.submit(later, 2.0)).worker.name == "w"
-    assert later.fields is None, "its output limit stays"
+    assert later.edits is None, "its output limit stays"
 
 
 def test_workers_with_equally_many_tokens_are_all_kept_beside_a_session() -> None:
