@@ -1,0 +1,55 @@
+"""The waiting requests of a fluid engine, by length where a policy distinguishes lengths."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+
+from vllm_sched.policies.fluid_effects import LongPromptLimits
+from vllm_sched.sim.engines.kv_blocks import Task
+from vllm_sched.sim.types import Leg
+
+DECODE = Leg.DECODE
+
+
+class WaitingTasks:
+    def __init__(self, limits: LongPromptLimits | None, prefill_s: float) -> None:
+        self._limits = limits
+        self._prefill_s = prefill_s  # per token
+        self.with_kv: deque[Task] = deque()  # not subject to policies
+        self.shorts: deque[Task] = deque()  # or all, without long-prompt policy
+        self.mediums: deque[Task] = deque()
+        self.longs: deque[Task] = deque()
+
+    def next_ready(self, step: int) -> int | None:
+        queues = (self.with_kv, self.shorts, self.mediums, self.longs)
+        heads = (queue[0].ready for queue in queues if queue)
+        return min((ready for ready in heads if ready > step), default=None)
+
+    def push(self, task: Task) -> None:
+        if (limits := self._limits) is not None:
+            task.long = task.left > limits.above_tokens
+            task.medium = not task.long and task.left > limits.max_short
+        task.has_kv = task.job.leg is DECODE
+        queue = self.queue_of(task)
+        if queue is self.longs:
+            # The policy admits first what would end first, had each begun on arrival.
+            insort(queue, task, key=self._end_from_arrival)
+        elif queue is self.mediums:
+            insort(queue, task, key=_size)
+        else:
+            queue.append(task)
+
+    def queue_of(self, task: Task) -> deque[Task]:
+        if task.has_kv:
+            return self.with_kv
+        if task.long:
+            return self.longs
+        return self.mediums if task.medium else self.shorts
+
+    def _end_from_arrival(self, task: Task) -> float:
+        return task.since + self._prefill_s * task.left
+
+
+def _size(task: Task) -> int:
+    return task.left.bit_length()
