@@ -46,8 +46,8 @@ QUIET_S: Final = 1.0
 
 class LongPromptSettings(Settings):
     long_prefill_token_threshold: int = Field(0, ge=0)
-    """tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len, at least
-    max_num_batched_tokens; lower it if prompts of fewer tokens delay chats"""
+    """tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len, at most 8192
+    and at least max_num_batched_tokens; lower it if shorter prompts make streams stutter"""
     max_long_partial_prefills: int = Field(1, ge=1)
     """long prompts in prefill at once; raise it if longs should progress together rather than one
     after the other"""
