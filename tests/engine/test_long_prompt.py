@@ -486,9 +486,7 @@ def test_lane_is_that_of_the_tokens_left(cached: int, lane: str) -> None:
     assert lookups.lane(prompt, lambda: cached, 0.0) == lane
     assert lookups.was_long(prompt.request_id) is lane.startswith("long")
     assert lookups.was_medium(prompt.request_id) is lane.startswith("medium")
-    assert lookups.keeps_lane(lane, prompt)
-    assert lookups.keeps_lane("short", prompt) is (lane == "short")
-    assert lookups.keeps_lane("medium/7", prompt) is not lane.startswith("long")
+    assert lookups.is_still_short(prompt) is (lane == "short")
 
 
 def test_prompt_that_is_short_without_cached_tokens_is_not_looked_up() -> None:

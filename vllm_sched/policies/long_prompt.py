@@ -5,8 +5,8 @@ until it is computed. A second long prompt waits, and shorter ones pass it. Of w
 one enters first that would end first had each begun when it arrived. While other requests are
 present, a long prompt's chunk is the smallest without notable loss, found by comparing step times
 (`long_prompts.chunk_size`). Shorts are computed before it. Prompts of medium length pass longs, and
-wait while others of their length fill the step (`long_prompts.medium_prompts`). With classes of
-service, the limits apply per class.
+enter after shorts, unless slots or KV blocks are scarce (`long_prompts.medium_prompts`). With
+classes of service, the limits apply per class.
 Source: concurrent partial prefills of vLLM V0 (`max_num_partial_prefills`), which V1 lacks.
 Cost per step: O(running prefills).
 How it fails: the work of shorts that pass delays longs by as much, so under a steady load of shorts
@@ -80,7 +80,7 @@ class LongPromptSettings(Settings):
 class LongPrompt(Policy):
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
-    held_reasons = ("long_limit", "shorts_first", "step_filled")
+    held_reasons = ("long_limit", "shorts_first")
     settings: LongPromptSettings
     sorts_running = True
 
@@ -91,8 +91,8 @@ class LongPrompt(Policy):
         places = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
         self._places_overdue = max(places, self._places + 1)
         self._lookups = LengthLookups(facts, settings.long_prefill_token_threshold)
-        self._mediums = MediumPrompts()
         self.chunk_size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
+        self._mediums = MediumPrompts(self._lookups)
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_seen_at = -math.inf
         self._releases = 0
@@ -132,24 +132,25 @@ class LongPrompt(Policy):
         """Place mediums after shorts, and longs by their end had each begun on arrival."""
         if self.facts.orders_by_priority:
             return 0.0
-        if lane == SHORT or waited >= self.settings.max_wait_s:
+        if lane == SHORT:
             return -waited
         kind, _, bits = lane.partition("/")
+        overdue = waited >= self.settings.max_wait_s
         if kind == MEDIUM:
-            return float(bits)
-        return self.chunk_size.token_s * (1 << int(bits)) - waited
+            later = self._mediums.urgency_after_shorts(head, int(bits), overdue=overdue)
+            if later is not None:
+                return later
+        return -waited if overdue else self.chunk_size.token_s * (1 << int(bits)) - waited
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step
         self._longs.intersection_update([request.request_id for request in step.prefills])
-        self._mediums.begin_step(step)
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
             shorts=self._shorts_of(step),
             waiting_shorts=lanes.get(SHORT, NO_REQUESTS),
             medium_lanes=[lanes[name] for name in lanes if name.startswith(MEDIUM)],
             long_lanes=[lanes[name] for name in lanes if name.startswith(LONG)],
-            room_for_mediums=self._mediums.room,
         )
         waiting = prompts.waiting_shorts.num_admissible + prompts.waiting_mediums.num_admissible
         if prompts.shorts or (waiting and step.free_slots > 0):
@@ -161,6 +162,8 @@ class LongPrompt(Policy):
         prompts.free_places = self._free_places(taken)
         self._counts_are_current = step.free_slots <= 0 or not step.num_waiting
         self._divide_step()
+        newcomers = prompts.waiting_shorts.num_admissible + prompts.num_entering
+        self._mediums.begin_step(step, newcomers)
 
     def _shorts_of(self, step: Step) -> list[RequestView]:
         """Return the shorts in prefill, and the shorts that enter with all KV here."""
@@ -209,11 +212,9 @@ class LongPrompt(Policy):
         return int(head is not None and self._lookups.was_long(head.request_id))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Hold longs while the places are taken, and mediums while they fill the step."""
-        if lane == SHORT:
+        """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
+        if not lane.startswith(LONG):
             return Gate.OPEN
-        if lane.startswith(MEDIUM):
-            return self._mediums.gate(head)
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
         taken = self._count_places_taken(head)
@@ -233,8 +234,8 @@ class LongPrompt(Policy):
         return [r for r in loading if self._lookups.is_long(r, r.num_computed_tokens)]
 
     def keeps_lane(self, lane: str, head: RequestView) -> bool:
-        """Return False if a prompt has become longer, because cached blocks were evicted."""
-        return self._lookups.keeps_lane(lane, head)
+        """Return False if a short prompt has become longer, because cached blocks were evicted."""
+        return lane != SHORT or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
         request_id = request.request_id
@@ -258,7 +259,9 @@ class LongPrompt(Policy):
         if self._step.budget < division.budget:
             division.reserve()
         request_id = request.request_id
-        if self._lookups.was_long(request_id) and self._lookups.is_long(request, computed):
+        lookups = self._lookups
+        was_longer = lookups.was_long(request_id) or lookups.was_medium(request_id)
+        if was_longer and lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
             self._longs.add(request_id)
         return division.grant(request, computed, tokens, as_long=request_id in self._longs)
@@ -287,7 +290,5 @@ class LongPrompt(Policy):
         return {"starvation_releases": float(self._releases)}
 
     def held_reason(self, lane: str) -> str:
-        """Return whether the step or the places are taken, or the step serves shorts."""
-        if lane.startswith(MEDIUM):
-            return "step_filled"
+        """Return whether the places are taken, or the step serves shorts."""
         return "long_limit" if len(self._prompts.long_classes) >= self._places else "shorts_first"

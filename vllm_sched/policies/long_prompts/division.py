@@ -29,7 +29,6 @@ class StepPrompts:
     long_lanes: Sequence[LaneCount] = ()
     waiting_mediums: LaneCount = field(init=False)  # of all their lanes
     waiting_longs: LaneCount = field(init=False)
-    room_for_mediums: int = 0  # in tokens
     free_places: int = 0  # for waiting longs
     num_entering: int = 0  # waiting longs that may enter
     kv_blocked: bool = False  # no request enters, because the next one lacks KV blocks
@@ -66,15 +65,13 @@ class StepDivision:
         self._tokens_of_same_class = _tokens_left(same_class)
         self._tokens_of_higher_class = _tokens_left(higher_class)
         slots = 0 if prompts.kv_blocked else max(step.free_slots, 0)
+        entering = min(prompts.waiting_shorts.num_admissible, slots)
+        self._expect(prompts.waiting_shorts, entering, threshold)
         mediums = prompts.waiting_mediums
-        fitting = -(-prompts.room_for_mediums * mediums.requests // max(mediums.tokens, 1))
-        for waiting, most in ((prompts.waiting_shorts, slots), (mediums, fitting)):
-            entering = min(waiting.num_admissible, most, slots)
-            slots -= entering
-            self._num_shorts += entering
-            # Tokens of waiting requests include cached ones.
-            expected = waiting.tokens * entering // max(waiting.requests, 1)
-            self._tokens_of_same_class += min(expected, entering * threshold)
+        used = step.decode_tokens + self._tokens_of_same_class + self._tokens_of_higher_class
+        room = max(step.budget - used, 0)
+        fitting = -(-room * mediums.requests // max(mediums.tokens, 1))
+        self._expect(mediums, min(mediums.num_admissible, fitting, slots - entering), threshold)
         # Longs without their chunk.
         self._num_longs_due = len(prompts.long_classes) + prompts.num_entering
         self._parts = max(min(self._num_shorts + self._num_longs_due, MAX_PARTS), 1)
@@ -83,6 +80,12 @@ class StepDivision:
         self._classes_due = prompts.long_classes.copy() if step.class_of is not one_class else None
         self._tokens_of_shorts: dict[float, int] = {}  # granted, by class
         self.reserve()
+
+    def _expect(self, waiting: LaneCount, entering: int, threshold: int) -> None:
+        self._num_shorts += entering
+        # Tokens of waiting requests include cached ones.
+        expected = waiting.tokens * entering // max(waiting.requests, 1)
+        self._tokens_of_same_class += min(expected, entering * threshold)
 
     def reserve(self) -> None:
         """Divide the step's budget, which a later policy may have reduced."""

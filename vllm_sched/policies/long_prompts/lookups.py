@@ -17,7 +17,6 @@ SHORT, MEDIUM, LONG = "short", "medium", "long"
 # Of max_model_len and at most MAX_SHARE_TOKENS, but at least the budget: the default threshold.
 THRESHOLD_SHARE: Final = 0.04
 MAX_SHARE_TOKENS: Final = 8_192
-# Prompts with more tokens left are medium or long.
 MAX_SHORT_TOKENS: Final = 2_048
 # Delay per cached token: 100 times the 50 ns of a look-up.
 LOOK_AGAIN_S: Final = 5e-6
@@ -40,9 +39,11 @@ class LengthLookups:
                 f"{context}, so no prompt would be long; give 0 to {context}"
             )
         share = min(int(context * THRESHOLD_SHARE), MAX_SHARE_TOKENS)
-        # Tokens left to compute, above which a prompt is long; a prompt that fits a step is not.
+        # Prompts with more tokens left are long; a prompt that fits a step is not.
         self.threshold = threshold or max(share, budget)
         self.max_short = min(MAX_SHORT_TOKENS, budget, self.threshold)
+        if not facts.chunked_prefill:  # a whole prompt would wait for a step without shorts
+            self.max_short = self.threshold
         self._by_priority = facts.orders_by_priority
         self._by_request: dict[str, Lookup] = {}
 
@@ -61,17 +62,16 @@ class LengthLookups:
         kind = LONG if left > self.threshold else MEDIUM
         return kind if self._by_priority else f"{kind}/{left.bit_length()}"
 
-    def keeps_lane(self, lane: str, head: RequestView) -> bool:
-        """Look a prompt up again before it enters, since cached blocks may have been evicted."""
+    def is_still_short(self, head: RequestView) -> bool:
+        """Look a short prompt up again before it enters, since blocks may have been evicted."""
         lookup = self._by_request.get(head.request_id)
-        if lookup is None or lane.startswith(LONG):
+        if lookup is None:
             return True
-        most = self.max_short if lane == SHORT else self.threshold
-        if lookup.tokens_left <= most:
+        if lookup.tokens_left <= self.max_short:
             tokens_left = head.num_tokens - lookup.cached_tokens()
             lookup = lookup._replace(tokens_left=tokens_left)
             self._by_request[head.request_id] = lookup
-        return lookup.tokens_left <= most
+        return lookup.tokens_left <= self.max_short
 
     def forget(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
@@ -81,9 +81,9 @@ class LengthLookups:
         lookup = None if request_id is None else self._by_request.get(request_id)
         return lookup is not None and lookup.tokens_left > self.threshold
 
-    def was_medium(self, request_id: str) -> bool:
+    def was_medium(self, request_id: str | None) -> bool:
         """Return whether the last look-up found the prompt medium."""
-        lookup = self._by_request.get(request_id)
+        lookup = None if request_id is None else self._by_request.get(request_id)
         return lookup is not None and self.max_short < lookup.tokens_left <= self.threshold
 
     def is_long(self, request: RequestView, computed: int) -> bool:

@@ -1,43 +1,42 @@
-"""Medium prompts: not long, but a few of them fill a step. They enter while they leave room in it.
+"""Medium prompts: not long, but a few of them fill a step.
 
-The others wait, and shorter prompts pass them. Steps are as full as without this limit, so mediums
-lose only the time of the shorts that pass.
+Shorts pass them, but not for scarce slots or KV blocks, which shorts keep until they end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Final
 
-from vllm_sched.policies.types import BEFORE_FIRST_STEP, Gate, RequestView, Step
+from vllm_sched.policies.long_prompts.lookups import LengthLookups
+from vllm_sched.policies.types import RequestView, Step
+
+# The urgency of overdue mediums that shorts pass: before other mediums.
+OVERDUE: Final = 1.0
 
 
 class MediumPrompts:
-    """The medium prompts in prefill."""
+    def __init__(self, lookups: LengthLookups) -> None:
+        self._lookups = lookups
+        self._in_prefill: set[str] = set()
+        self._keep_turn = False  # slots or KV blocks are scarce
+        self._without_kv: str | None = None  # the last medium that lacked KV blocks
 
-    def __init__(self) -> None:
-        self._prefills: dict[str, RequestView] = {}
-        self._step = BEFORE_FIRST_STEP
+    def begin_step(self, step: Step, num_newcomers: int) -> None:
+        self._in_prefill.intersection_update([request.request_id for request in step.prefills])
+        lookups, blocked = self._lookups, step.kv_blocked
+        if lookups.was_medium(blocked):
+            self._without_kv = blocked
+        kv_is_scarce = blocked is not None and not lookups.was_long(blocked)
+        self._keep_turn = kv_is_scarce or step.free_slots <= num_newcomers
 
-    def begin_step(self, step: Step) -> None:
-        self._step = step
-        known = self._prefills
-        self._prefills = {r.request_id: r for r in step.prefills if r.request_id in known}
-
-    @property
-    def room(self) -> int:
-        """Return the tokens of the step that no medium prompt uses."""
-        return self._room_next_to(self._prefills.values())
-
-    def gate(self, head: RequestView) -> Gate:
-        """Hold a medium prompt while those of its class, or a better one, fill the step."""
-        class_of = self._step.class_of
-        its_class = class_of(head)
-        others = [other for other in self._prefills.values() if class_of(other) <= its_class]
-        return Gate.OPEN if not others or self._room_next_to(others) > 0 else Gate.CLOSED
+    def urgency_after_shorts(self, head: RequestView, bits: int, *, overdue: bool) -> float | None:
+        """Return the urgency of a medium that shorts pass; None if it keeps its turn."""
+        if self._keep_turn or self._lookups.was_medium(self._without_kv):
+            return None
+        # Shorts and overdue mediums alternate: hundreds may be overdue.
+        if head.num_preemptions or (overdue and not self._in_prefill):
+            return None
+        return OVERDUE if overdue else float(bits)
 
     def admitted(self, request: RequestView) -> None:
-        self._prefills[request.request_id] = request
-
-    def _room_next_to(self, prefills: Iterable[RequestView]) -> int:
-        used = sum(r.num_tokens - r.num_computed_tokens for r in prefills)
-        return max(self._step.budget - self._step.decode_tokens - used, 0)
+        self._in_prefill.add(request.request_id)

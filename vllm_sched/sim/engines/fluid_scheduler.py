@@ -135,6 +135,7 @@ class FluidScheduler:
 
         # Of the current step.
         self._refused = False  # a request found no KV room
+        self._kv_is_scarce = False  # in the last step
         self._budget_is_taken = False  # by one prompt
         self._time_left: PrefillTime | None = None  # None = no limit
         self._steps_to_entry = FOREVER  # until a waiting request may enter
@@ -232,6 +233,7 @@ class FluidScheduler:
         return PlannedRun(chunks, pausing, self._limit_count(chunks, count, now))
 
     def _begin_step(self, now: float) -> None:
+        self._kv_is_scarce = self._refused
         self._refused = self._budget_is_taken = False
         self._time_left, self._steps_to_entry = None, FOREVER
         if self._batch is not None:
@@ -300,11 +302,15 @@ class FluidScheduler:
     def _admit_next(self, now: float, step: int) -> Task | None:
         if self._queues.with_kv and (task := self._admit(self._queues.with_kv, step)) is not None:
             return task
-        if not self._queues.shorts or self._deferral.holding:
+        free_slots = self.model.max_num_seqs - self.running
+        scarce = self._kv_is_scarce or free_slots <= len(self._queues.shorts)
+        budget = self.model.max_num_batched_tokens - self.decoding
+        queue = self._queues.next_queue(self._prefills, budget, now, scarce=scarce)
+        if not queue or self._deferral.holding:
             return None
-        if self._batch is not None and not self._batch.is_open(self._queues.shorts[0], now):
+        if self._batch is not None and not self._batch.is_open(queue[0], now):
             return None
-        return self._admit(self._queues.shorts, step)
+        return self._admit(queue, step)
 
     def _admit(self, queue: deque[Task], step: int) -> Task | None:
         while queue and queue[0].gone:
@@ -377,9 +383,6 @@ class FluidScheduler:
         while self._admit_next(now, step) is not None:
             pass
         queues, deferral = self._queues, self._deferral
-        while queues.mediums and self._medium_may_enter() and not deferral.holding:
-            if self._admit(queues.mediums, step) is None:
-                break
         while queues.longs and self._long_may_enter(limits, now) and not deferral.holding:
             if self._admit(queues.longs, step) is None:
                 break
@@ -394,10 +397,6 @@ class FluidScheduler:
         best = best_chunk(self.model.time, shape, budget, itl_s=limits.itl_s, block_tokens=block)
         max_tokens = min(best, left)
         return max(max_tokens - for_shorts, max_tokens // 2)
-
-    def _medium_may_enter(self) -> bool:
-        others = sum(task.left for task in self._prefills if task.medium)
-        return not others or others < self.model.max_num_batched_tokens - self.decoding
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
         overdue = now - self._queues.longs[0].since >= limits.max_wait_s

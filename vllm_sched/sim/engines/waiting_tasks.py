@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 
 from vllm_sched.policies.fluid_effects import LongPromptLimits
 from vllm_sched.sim.engines.kv_blocks import Task
@@ -32,11 +33,9 @@ class WaitingTasks:
             task.medium = not task.long and task.left > limits.max_short
         task.has_kv = task.job.leg is DECODE
         queue = self.queue_of(task)
-        if queue is self.longs:
+        if queue is self.longs or queue is self.mediums:
             # The policy admits first what would end first, had each begun on arrival.
             insort(queue, task, key=self._end_from_arrival)
-        elif queue is self.mediums:
-            insort(queue, task, key=_size)
         else:
             queue.append(task)
 
@@ -47,9 +46,25 @@ class WaitingTasks:
             return self.longs
         return self.mediums if task.medium else self.shorts
 
+    def next_queue(
+        self, prefills: Sequence[Task], budget: int, now: float, *, scarce: bool
+    ) -> deque[Task]:
+        """Return the shorts or the mediums; `scarce` if slots or KV blocks are."""
+        limits, mediums, shorts = self._limits, self.mediums, self.shorts
+        if limits is None or not mediums:
+            return shorts
+        others = [task for task in prefills if not task.long]
+        tokens = sum(task.left for task in others)
+        if tokens and tokens >= budget:
+            return shorts
+        if not shorts:
+            return mediums
+        if scarce:
+            first = self._end_from_arrival(mediums[0]) < shorts[0].since
+        else:
+            overdue = now - mediums[0].since >= limits.max_wait_s
+            first = overdue and not any(task.medium for task in others)
+        return mediums if first else shorts
+
     def _end_from_arrival(self, task: Task) -> float:
         return task.since + self._prefill_s * task.left
-
-
-def _size(task: Task) -> int:
-    return task.left.bit_length()
