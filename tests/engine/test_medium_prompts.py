@@ -164,3 +164,38 @@ def test_cached_tokens_do_not_count() -> None:
     bench.drain()
     bench.add_all({name: [*prefix, number] for number, name in enumerate("abc", 10)})
     assert len(bench.step()) == 3
+
+
+@pytest.mark.parametrize(("max_wait_s", "steps"), [(0.3, range(30, 33)), (1e6, range(200, 201))])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_endless_shorts_pass_a_medium_until_its_bound(
+    max_wait_s: float, steps: range, *, ahead: bool
+) -> None:
+    bench = Bench({"long_prompt": {"max_wait_s": max_wait_s}}, ahead=ahead, max_num_seqs=64)
+    bench.decode("d")
+    bench.add("medium", 75)
+    count = 0
+    while "medium" not in bench.running and count < 200:
+        for number in range(12 - len(bench.scheduler.waiting)):
+            bench.add(f"{count}.{number}", 30, output=1)
+        bench.step()
+        count += 1
+    assert count in steps
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_mediums_are_served_beside_all_policies(*, ahead: bool) -> None:
+    """With LoRA adapters, aborts, preemptions, and a cache for a few of them."""
+    policies: dict[str, Any] = {
+        "lanes": {}, "long_prompt": {"max_wait_s": 1.0}, "deferred_prefill": {},
+        "rotation": {"chunk": 16}, "chunk_budget": {"chunk": 24},
+    }  # fmt: skip
+    bench = Bench(policies, ahead=ahead, num_blocks=40, max_num_seqs=6, max_loras=1)
+    for number in range(60):
+        lane = ("urgent", "normal", "batch")[number % 3]
+        bench.add(str(number), 66 + number % 15, lane=lane, adapter=number % 4 // 2 + 1, output=5)
+        bench.add(f"short {number}", 20, output=9)
+        bench.steps(3)
+        if number % 7 == 0:
+            bench.abort(*sorted(bench.running)[:2])
+    bench.drain()

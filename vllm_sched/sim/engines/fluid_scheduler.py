@@ -302,10 +302,9 @@ class FluidScheduler:
     def _admit_next(self, now: float, step: int) -> Task | None:
         if self._queues.with_kv and (task := self._admit(self._queues.with_kv, step)) is not None:
             return task
-        free_slots = self.model.max_num_seqs - self.running
-        scarce = self._kv_is_scarce or free_slots <= len(self._queues.shorts)
-        budget = self.model.max_num_batched_tokens - self.decoding
-        queue = self._queues.next_queue(self._prefills, budget, now, scarce=scarce)
+        queues, free_slots = self._queues, self.model.max_num_seqs - self.running
+        scarce = self._kv_is_scarce or free_slots <= len(queues.shorts)
+        queue = queues.before_shorts(self._prefills, now, scarce=scarce) or queues.shorts
         if not queue or self._deferral.holding:
             return None
         if self._batch is not None and not self._batch.is_open(queue[0], now):
@@ -383,6 +382,10 @@ class FluidScheduler:
         while self._admit_next(now, step) is not None:
             pass
         queues, deferral = self._queues, self._deferral
+        budget = self.model.max_num_batched_tokens - self.decoding
+        while (queue := queues.next_medium(self._prefills, budget, now)) and not deferral.holding:
+            if self._admit(queue, step) is None:
+                break
         while queues.longs and self._long_may_enter(limits, now) and not deferral.holding:
             if self._admit(queues.longs, step) is None:
                 break

@@ -1,4 +1,4 @@
-"""The waiting requests of a fluid engine, by length where a policy distinguishes lengths."""
+"""The waiting requests of a fluid engine, by length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class WaitingTasks:
         self._prefill_s = prefill_s  # per token
         self.with_kv: deque[Task] = deque()  # not subject to policies
         self.shorts: deque[Task] = deque()  # or all, without long-prompt policy
-        self.mediums: deque[Task] = deque()
+        self._mediums: dict[int, deque[Task]] = {}  # of about one length
         self.longs: deque[Task] = deque()
 
     def next_ready(self, step: int) -> int | None:
-        queues = (self.with_kv, self.shorts, self.mediums, self.longs)
+        queues = (self.with_kv, self.shorts, *self._mediums.values(), self.longs)
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
 
@@ -33,8 +33,7 @@ class WaitingTasks:
             task.medium = not task.long and task.left > limits.max_short
         task.has_kv = task.job.leg is DECODE
         queue = self.queue_of(task)
-        if queue is self.longs or queue is self.mediums:
-            # The policy admits first what would end first, had each begun on arrival.
+        if queue is self.longs:
             insort(queue, task, key=self._end_from_arrival)
         else:
             queue.append(task)
@@ -44,27 +43,38 @@ class WaitingTasks:
             return self.with_kv
         if task.long:
             return self.longs
-        return self.mediums if task.medium else self.shorts
+        if task.medium:
+            return self._mediums.setdefault(task.left.bit_length(), deque())
+        return self.shorts
 
-    def next_queue(
-        self, prefills: Sequence[Task], budget: int, now: float, *, scarce: bool
-    ) -> deque[Task]:
-        """Return the shorts or the mediums; `scarce` if slots or KV blocks are."""
-        limits, mediums, shorts = self._limits, self.mediums, self.shorts
-        if limits is None or not mediums:
-            return shorts
-        others = [task for task in prefills if not task.long]
-        tokens = sum(task.left for task in others)
-        if tokens and tokens >= budget:
-            return shorts
-        if not shorts:
-            return mediums
+    def next_medium(self, prefills: Sequence[Task], budget: int, now: float) -> deque[Task] | None:
+        """Return the queue of the medium that enters after all shorts; None if none enters."""
+        queues = self._medium_queues()
+        in_prefill = sum(task.left for task in prefills if task.medium)
+        if self._limits is None or not queues or in_prefill >= max(budget, 1):
+            return None
+        oldest = min(queues, key=lambda queue: queue[0].since)
+        return oldest if now - oldest[0].since >= self._limits.max_wait_s else queues[0]
+
+    def before_shorts(
+        self, prefills: Sequence[Task], now: float, *, scarce: bool
+    ) -> deque[Task] | None:
+        """Return the queue of a medium before the shorts; `scarce` if slots or KV blocks are."""
+        if not (self._limits and self.shorts and (queues := self._medium_queues())):
+            return None
         if scarce:
-            first = self._end_from_arrival(mediums[0]) < shorts[0].since
-        else:
-            overdue = now - mediums[0].since >= limits.max_wait_s
-            first = overdue and not any(task.medium for task in others)
-        return mediums if first else shorts
+            first = min(queues, key=lambda queue: self._end_from_arrival(queue[0]))
+            return first if self._end_from_arrival(first[0]) < self.shorts[0].since else None
+        oldest = min(queues, key=lambda queue: queue[0].since)
+        overdue = now - oldest[0].since >= self._limits.max_wait_s
+        return oldest if overdue and not any(task.medium for task in prefills) else None
+
+    def _medium_queues(self) -> list[deque[Task]]:
+        for queue in self._mediums.values():
+            while queue and queue[0].gone:
+                queue.popleft()
+        return [queue for _, queue in sorted(self._mediums.items()) if queue]
 
     def _end_from_arrival(self, task: Task) -> float:
+        """Return when the prompt would end had it begun on arrival."""
         return task.since + self._prefill_s * task.left
