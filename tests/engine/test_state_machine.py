@@ -270,6 +270,8 @@ class Machine(RuleBasedStateMachine):
         decodes = [r for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)]
         begun, was_running = self.now, set(scheduler.running)
         self.waited = {r: begun - self.waits_since[r.request_id] for r in scheduler.waiting}
+        places = scheduler.waiting._heaps.places
+        self.mediums = {r for r in places if places[r].lane_key[0].startswith("medium")}
         paused, held_kv = scheduler.pause_state, set(scheduler.kv_holding_waiting)
         output = scheduler.schedule()
         tokens = output.num_scheduled_tokens
@@ -340,13 +342,12 @@ class Machine(RuleBasedStateMachine):
         """Check that no short passes an overdue medium while no medium is in prefill."""
         queue, waited = self.scheduler.waiting, self.waited
         in_prefill = self.scheduler._policies[0]._mediums._in_prefill
-        lanes = {r: place.lane_key[0] for r, place in queue._heaps.places.items()}
-        overdue = [r for r in queue if waited.get(r, 0.0) >= MAX_WAIT and lanes[r][0] == "m"]
+        overdue = [r for r in queue if waited.get(r, 0.0) >= MAX_WAIT and r in self.mediums]
         if not overdue or queue._turned_away or in_prefill - {r.request_id for r in admitted}:
             return
-        lanes |= {r: place.lane_key[0] for r, place in queue.admitted_last_step.items()}
         late = [r for r in admitted if r.num_preemptions or waited.get(r, 0.0) >= MAX_WAIT]
-        passed = any(lanes.get(r) == "short" for r in admitted)
+        places = queue.admitted_last_step.values()
+        passed = any(place.lane_key[0] == "short" for place in places)
         assert late or not passed, "a short passed an overdue medium"
 
     def _check_full(self, tokens: int) -> None:

@@ -145,6 +145,7 @@ class LongPrompt(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step
         self._longs.intersection_update([request.request_id for request in step.prefills])
+        self._mediums.begin_step(step)
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
             shorts=self._shorts_of(step),
@@ -162,8 +163,6 @@ class LongPrompt(Policy):
         prompts.free_places = self._free_places(taken)
         self._counts_are_current = step.free_slots <= 0 or not step.num_waiting
         self._divide_step()
-        newcomers = prompts.waiting_shorts.num_admissible + prompts.num_entering
-        self._mediums.begin_step(step, newcomers)
 
     def _shorts_of(self, step: Step) -> list[RequestView]:
         """Return the shorts in prefill, and the shorts that enter with all KV here."""
@@ -242,12 +241,12 @@ class LongPrompt(Policy):
         had_lane = self._lookups.was_long(request_id)
         was_medium = self._lookups.was_medium(request_id)
         self._lookups.forget(request_id)
-        if request_id in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
+        is_long = self._lookups.is_long(request, request.num_computed_tokens)
+        if is_long or request_id in self._longs:
             self._longs.add(request_id)
             self._releases += had_lane and self._count_places_taken(request) >= self._places
             self._prompts.long_classes.append(self._step.class_of(request))
-        elif was_medium:
-            self._mediums.admitted(request)
+        self._mediums.admitted(request, is_medium=was_medium and request_id not in self._longs)
 
     def departed(self, request: RequestView, now: float) -> None:
         self._lookups.forget(request.request_id)

@@ -135,7 +135,7 @@ class FluidScheduler:
 
         # Of the current step.
         self._refused = False  # a request found no KV room
-        self._kv_is_scarce = False  # in the last step
+        self._was_full = False  # the last step left no slot, or refused a request
         self._budget_is_taken = False  # by one prompt
         self._time_left: PrefillTime | None = None  # None = no limit
         self._steps_to_entry = FOREVER  # until a waiting request may enter
@@ -223,6 +223,7 @@ class FluidScheduler:
                 chunks, count = self._schedule_by_length(longs, budget, now, step)
             else:
                 chunks, count = self._schedule_in_order(budget, now, step)
+        self._was_full = self._refused or self.running >= self.model.max_num_seqs
         if self._batch is not None and self.decoding and not chunks:
             self._batch.forms = False
         pausing = pausing and bool(chunks)
@@ -233,7 +234,6 @@ class FluidScheduler:
         return PlannedRun(chunks, pausing, self._limit_count(chunks, count, now))
 
     def _begin_step(self, now: float) -> None:
-        self._kv_is_scarce = self._refused
         self._refused = self._budget_is_taken = False
         self._time_left, self._steps_to_entry = None, FOREVER
         if self._batch is not None:
@@ -302,8 +302,7 @@ class FluidScheduler:
     def _admit_next(self, now: float, step: int) -> Task | None:
         if self._queues.with_kv and (task := self._admit(self._queues.with_kv, step)) is not None:
             return task
-        queues, free_slots = self._queues, self.model.max_num_seqs - self.running
-        scarce = self._kv_is_scarce or free_slots <= len(queues.shorts)
+        queues, scarce = self._queues, self._was_full
         queue = queues.before_shorts(self._prefills, now, scarce=scarce) or queues.shorts
         if not queue or self._deferral.holding:
             return None

@@ -59,7 +59,7 @@ class WaitingTasks:
     def before_shorts(
         self, prefills: Sequence[Task], now: float, *, scarce: bool
     ) -> deque[Task] | None:
-        """Return the queue of a medium before the shorts; `scarce` if slots or KV blocks are."""
+        """Return the queue of a medium before the shorts; `scarce`: slots or KV blocks."""
         if not (self._limits and self.shorts and (queues := self._medium_queues())):
             return None
         if scarce:
@@ -76,5 +76,4 @@ class WaitingTasks:
         return [queue for _, queue in sorted(self._mediums.items()) if queue]
 
     def _end_from_arrival(self, task: Task) -> float:
-        """Return when the prompt would end had it begun on arrival."""
         return task.since + self._prefill_s * task.left
