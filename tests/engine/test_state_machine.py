@@ -242,7 +242,7 @@ class Machine(RuleBasedStateMachine):
             self.add(20, 3, shared=False, priority=priority)
             self.now += seconds
 
-    @rule(tokens=st.sampled_from([70, 190]), mediums=st.integers(1, 3))
+    @rule(tokens=st.integers(BUDGET + 1, LONG), mediums=st.integers(1, 3))
     def add_shorts_after_overdue_mediums(self, tokens: int, mediums: int) -> None:
         for _ in range(mediums):
             self.add(tokens, 2, shared=False, priority=0)
