@@ -103,11 +103,13 @@ def draw(stem: Path, cells: Mapping[str, VariantFigures]) -> None:
         whole.remove()
         figure.suptitle("Time to first token, relative to vLLM's scheduler", weight="bold")
         panels = figure.subplots(2, 3, sharex=True, sharey=True)
-        for panel in panels[-1]:
+        in_use, unused = panels.flat[: len(loads)], panels.flat[len(loads) :]
+        for panel in in_use[-panels.shape[1] :]:
             panel.set_xlabel("long prompts, mean")
+            panel.tick_params(labelbottom=True)
         for panel in panels[:, 0]:
             panel.set_ylabel("short prompts, p99")
-        for panel, (load, of_load) in zip(panels.flat, loads.items(), strict=False):
+        for panel, (load, of_load) in zip(in_use, loads.items(), strict=True):
             panel.set_title(load, fontsize="medium")
             panel.plot(1, 1, "*", color="black", markersize=11, label="vLLM's scheduler")
             for name, style in zip(names, line_styles(len(names)), strict=True):
@@ -116,10 +118,10 @@ def draw(stem: Path, cells: Mapping[str, VariantFigures]) -> None:
             panel.set_yscale("log")
             plain_log(panel.xaxis, "x")
             plain_log(panel.yaxis, "x")
-        for panel in panels.flat[len(loads) :]:
-            panel.set_visible(False)
+        for panel in unused:
+            panel.set_axis_off()
         handles, labels = panels.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        panels.flat[-1].legend(handles, labels, loc="center", fontsize="large")
 
 
 def _draw_variant(panel: Any, figures: Sequence[Ratios], name: str, style: dict[str, Any]) -> None:
