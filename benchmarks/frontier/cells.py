@@ -35,6 +35,7 @@ BASELINES: Final[Mapping[str, Variant]] = {
 VARIANTS: Final[Mapping[str, Variant]] = {
     **BASELINES,
     DEFAULT: Variant({"long_prompt": {}}),
+    "long_prompt above 2048": Variant({"long_prompt": {"long_prefill_token_threshold": 2048}}),
     "chunk_budget 50 ms": Variant({"chunk_budget": {"itl_ms": 50}}),
     "long_prompt, chunk_budget 50 ms": Variant({"long_prompt": {}, "chunk_budget": {"itl_ms": 50}}),
 }

@@ -73,6 +73,19 @@ def bursts(model: WorkerModel, rng: random.Random) -> Arrivals:
     yield from chats(model, rng, now)
 
 
+def documents(model: WorkerModel, rng: random.Random) -> Arrivals:
+    """Yield chats, and bursts of 16 documents of one to a few steps each."""
+    now = 0.0
+    for burst in range(4):
+        lengths = [rng.randint(2_000, 8_000) for _ in range(16)]
+        alone_s = sum(prefill_s(model, tokens) for tokens in lengths)
+        at = now + rng.uniform(0, 0.5 * alone_s)
+        for number, tokens in enumerate(lengths):
+            yield at, _job(f"{LONG}{burst}-{number}", tokens, LONG_OUTPUT_TOKENS, LONG, rng)
+        now += 2.5 * alone_s
+    yield from chats(model, rng, now)
+
+
 def agents(model: WorkerModel, rng: random.Random) -> Arrivals:
     """Yield chats, and agents' turns: most of a prompt is cached, 2k to 50k tokens are left."""
     sessions = 4
@@ -124,6 +137,7 @@ def embeddings(model: WorkerModel, rng: random.Random) -> Arrivals:
 LOADS: Final[Mapping[str, Load]] = {
     "occasional longs": occasional,
     "bursts of 8": bursts,
+    "16 documents": documents,
     "agents": agents,
     "saturated": saturated,
     "chats only": only_chats,

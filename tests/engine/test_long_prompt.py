@@ -16,7 +16,8 @@ from vllm_sched import (
     SyncPolicyScheduler,
 )
 from vllm_sched.engine.waiting.queue import LaneQueue
-from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
+from vllm_sched.policies.long_prompts.lookups import LengthLookups
+from vllm_sched.policies.types import EngineFacts
 
 Policies = dict[str, dict[str, object]]
 ALL_PARTIAL = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}
@@ -473,15 +474,43 @@ def test_waiting_short_without_a_slot_does_not_cut_a_long() -> None:
     bench.play({"0": 512}, add("short", 50), {"0": 512})
 
 
-@pytest.mark.parametrize("cached", [0, 19, 20, 21, 100])
-def test_prompt_is_long_if_more_tokens_than_the_threshold_are_left(cached: int) -> None:
-    lookups, prompt = LongPromptLookups(80), make_request(100)
-    left = 100 - cached
-    found = lookups.long_tokens_left(prompt, lambda: cached, 0.0)
-    assert found == (left if left > 80 else None)
-    assert lookups.was_long(prompt.request_id) is (left > 80)
-    assert lookups.is_still_short(prompt) is (left <= 80)
-    assert lookups.long_tokens_left(make_request(80), lambda: 0, 0.0) is None
+@pytest.mark.parametrize(
+    ("cached", "lane"),
+    [
+        (0, "long/7"), (19, "long/7"), (20, "medium/7"), (35, "medium/7"), (36, "short"),
+        (100, "short"),
+    ],
+)  # fmt: skip
+def test_lane_is_that_of_the_tokens_left(cached: int, lane: str) -> None:
+    lookups, prompt = LengthLookups(EngineFacts(2_000, 64, 8), threshold=0), make_request(100)
+    assert lookups.lane(prompt, lambda: cached, 0.0) == lane
+    assert lookups.was_long(prompt.request_id) is lane.startswith("long")
+    assert lookups.was_medium(prompt.request_id) is lane.startswith("medium")
+    assert lookups.is_still_short(prompt) is (lane == "short")
+
+
+def test_prompt_that_is_short_without_cached_tokens_is_not_looked_up() -> None:
+    lookups = LengthLookups(EngineFacts(2_000, 64, 8), threshold=0)
+    assert lookups.lane(make_request(64), pytest.fail, 0.0) == "short"
+
+
+@pytest.mark.parametrize(
+    ("context", "budget", "threshold", "bounds"),
+    [
+        (131_072, 2_048, 0, (2_048, 5_242)),
+        (131_072, 8_192, 0, (2_048, 8_192)),
+        (131_072, 512, 0, (512, 5_242)),
+        (1_048_576, 2_048, 0, (2_048, 8_192)),
+        (1_048_576, 16_384, 0, (2_048, 16_384)),
+        (8_192, 8_192, 0, (2_048, 8_192)),
+        (131_072, 8_192, 1_000, (1_000, 1_000)),
+    ],
+)
+def test_bounds_of_short_and_long(
+    context: int, budget: int, threshold: int, bounds: tuple[int, int]
+) -> None:
+    lookups = LengthLookups(EngineFacts(context, budget, 8), threshold)
+    assert (lookups.max_short, lookups.threshold) == bounds
 
 
 def test_long_of_a_class_that_has_the_whole_step_keeps_its_chunk() -> None:

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import answer, make_request, make_scheduler
@@ -30,7 +31,7 @@ from vllm_sched.policies import registry
 from vllm_sched.policies.types import Gate, Policy
 
 BUDGET, CONTEXT = 64, 2000
-LONG = 80  # 4 % of the context
+LONG = 80  # 4 % of the context; prompts of 65 to 80 tokens are medium
 MAX_WAIT = 30.0
 SHARED = list(range(10, 170))  # a prefix that some prompts share
 
@@ -54,6 +55,7 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         {
             "max_num_partial_prefills": st.sampled_from([2, 4]),
             "max_long_partial_prefills": st.sampled_from([1, 2]),
+            "long_prefill_token_threshold": st.sampled_from([LONG, 200]),
             "long_prefill_share": st.sampled_from(["auto", 0.25, 0.5]),
             "max_wait_s": st.just(MAX_WAIT),
         }
@@ -162,7 +164,7 @@ class Machine(RuleBasedStateMachine):
     # Events
 
     @rule(
-        tokens=st.one_of(st.integers(1, 90), st.sampled_from([81, 200, 700, 1200])),
+        tokens=st.one_of(st.integers(1, 90), st.sampled_from([75, 81, 190, 200, 700, 1200])),
         output=st.integers(1, 12),
         shared=st.booleans(),
         priority=st.integers(-1, 2),  # with lanes: urgent, normal, batch
@@ -240,6 +242,14 @@ class Machine(RuleBasedStateMachine):
             self.add(20, 3, shared=False, priority=priority)
             self.now += seconds
 
+    @rule(tokens=st.integers(BUDGET + 1, LONG), mediums=st.integers(1, 3))
+    def add_shorts_after_overdue_mediums(self, tokens: int, mediums: int) -> None:
+        for _ in range(mediums):
+            self.add(tokens, 2, shared=False, priority=0)
+        self.now += MAX_WAIT
+        self.add(20, 2, shared=False, priority=0)
+        self.step(2)
+
     @precondition(lambda self: len(getattr(self, "turned_away", "x")) == 0 and self.alive)
     @rule(data=st.data())
     def turn_away(self, data: st.DataObject) -> None:
@@ -260,6 +270,8 @@ class Machine(RuleBasedStateMachine):
         decodes = [r for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)]
         begun, was_running = self.now, set(scheduler.running)
         self.waited = {r: begun - self.waits_since[r.request_id] for r in scheduler.waiting}
+        places = scheduler.waiting._heaps.places
+        self.mediums = {r for r in places if places[r].lane_key[0].startswith("medium")}
         paused, held_kv = scheduler.pause_state, set(scheduler.kv_holding_waiting)
         output = scheduler.schedule()
         tokens = output.num_scheduled_tokens
@@ -313,24 +325,54 @@ class Machine(RuleBasedStateMachine):
         partial, usual = limits["max_num_partial_prefills"], limits["max_long_partial_prefills"]
         prefills = [r for r in self.scheduler.running if r.is_prefill_chunk or r in admitted]
         # A preempted answer continues at any length.
-        longs = [r for r in prefills if left_before(r) > LONG and not r.num_output_tokens]
+        threshold = limits["long_prefill_token_threshold"]
+        longs = [r for r in prefills if left_before(r) > threshold and not r.num_output_tokens]
         new = [r for r in longs if r in admitted]
         most = max(partial, usual + 1)
         if new:
             limit = most if overdue.intersection(new) else usual
             assert len(longs) <= limit, "more long prefills than the limit"
         self._check_bound(len(prefills) < partial and len(longs) < most)
+        if not self.scheduler._policies[0]._longs:
+            self._check_full(sum(tokens.values()))
+        if self.scheduler.policy == SchedulingPolicy.FCFS and not self.turned_away:
+            self._check_mediums(admitted)
+
+    def _check_mediums(self, admitted: list[Any]) -> None:
+        """Check that no short passes an overdue medium while no medium is in prefill."""
+        queue, waited = self.scheduler.waiting, self.waited
+        in_prefill = self.scheduler._policies[0]._mediums._in_prefill
+        overdue = [r for r in queue if waited.get(r, 0.0) >= MAX_WAIT and r in self.mediums]
+        if not overdue or queue._turned_away or in_prefill - {r.request_id for r in admitted}:
+            return
+        late = [r for r in admitted if r.num_preemptions or waited.get(r, 0.0) >= MAX_WAIT]
+        places = queue.admitted_last_step.values()
+        passed = any(place.lane_key[0] == "short" for place in places)
+        assert late or not passed, "a short passed an overdue medium"
+
+    def _check_full(self, tokens: int) -> None:
+        """Check that a step without longs has no tokens left while others could enter."""
+        scheduler, waiting = self.scheduler, list(self.scheduler.waiting)
+        counts = scheduler.waiting.lane_counts.by_policy[0]
+        others = [lane for lane in counts if counts[lane].requests and not lane.startswith("long")]
+        # Results of a preempted request may be in flight.
+        idle = self.turned_away or any(r.num_preemptions for r in waiting)
+        if others and not idle and scheduler.pause_state == PauseState.UNPAUSED:
+            # A decode with its last token in flight keeps a token of the budget.
+            unused = BUDGET - tokens > len(scheduler.running)
+            assert not (unused and self._has_room(waiting)), "tokens of a step are unused"
 
     def _check_bound(self, has_place: bool) -> None:
         """Check that no request waits beyond the bound with a place, a slot and room."""
         scheduler, waiting = self.scheduler, self._able()
+        counts = scheduler.waiting.lane_counts.by_policy[0]
         kept = (
             has_place
             and scheduler.pause_state == PauseState.UNPAUSED
             # With priorities a request may wait behind better ones without a bound.
             and bool(waiting and self.waited.get(waiting[0], 0.0) >= MAX_WAIT)
             and self._has_room(waiting)
-            and not scheduler.waiting.lane_counts.by_policy[0]["short"].requests
+            and not any(count.requests for lane, count in counts.items() if lane[:4] != "long")
         )
         self.kept_long_steps = self.kept_long_steps + 1 if kept else 0
         # A few consecutive steps may be the shorts' only.

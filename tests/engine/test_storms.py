@@ -73,7 +73,7 @@ def storm(engine: Engine, dice: random.Random, kind: str) -> None:
     """Run steps with random events of one kind."""
     for _ in range(STEPS):
         for _ in range(dice.choice((0, 1, 1, 8))):
-            tokens = dice.choice((5, 20, 60, 90, 300, 900))
+            tokens = dice.choice((5, 20, 60, 75, 90, 300, 900))
             engine.new(tokens, dice.randrange(1, 30), dice.randrange(3))
         if kind == "aborts" and dice.random() < 0.3:
             names = sorted(engine.scheduler.requests)

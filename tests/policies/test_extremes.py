@@ -43,7 +43,9 @@ def test_every_accepted_extreme_serves_all_requests(name: str, key: str) -> None
     for extreme in accepted_extremes(name, key):
         bench = Bench({name: {key: extreme}}, max_num_seqs=4, num_blocks=251, max_model_len=2000)
         for number in range(12):
-            bench.add(f"r{number}", (20, 300, 900)[number % 3], output=20, priority=number % 3 - 1)
+            bench.add(
+                f"r{number}", (20, 75, 300, 900)[number % 4], output=20, priority=number % 3 - 1
+            )
             bench.steps(2)
         bench.drain()
         policy = bench[name]

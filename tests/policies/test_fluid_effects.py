@@ -54,6 +54,7 @@ FACTS = EngineFacts(max_model_len=16_384, max_num_batched_tokens=512, max_num_se
             FluidEffects(
                 longs=LongPromptLimits(
                     above_tokens=655,  # 4 % of 16,384
+                    max_short=512,  # the budget
                     places=2,
                     places_overdue=4,
                     share=None,

@@ -18,6 +18,7 @@ class LongPromptLimits:
     """Limits on prompts with many tokens left to compute."""
 
     above_tokens: int  # left to compute, above which a prompt is long
+    max_short: int  # left to compute, of a short prompt; the prompts between are medium
     places: int  # long prompts in prefill at once
     places_overdue: int  # once a long prompt has waited for max_wait_s
     share: float | None  # of the budget for long prompts; None = by step time

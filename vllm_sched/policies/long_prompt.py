@@ -1,11 +1,12 @@
 """Limits on long prompts, with a fast lane for short ones.
 
 Idea: a prompt is long while more than a threshold of its tokens is left to compute, and stays long
-until it is computed. A second long prompt waits, and short prompts pass it. Of waiting longs, the
+until it is computed. A second long prompt waits, and shorter ones pass it. Of waiting longs, the
 one enters first that would end first had each begun when it arrived. While other requests are
 present, a long prompt's chunk is the smallest without notable loss, found by comparing step times
-(`long_prompts.chunk_size`). Shorts are computed before it. With classes of service, the limits
-apply per class.
+(`long_prompts.chunk_size`). Shorts are computed before it. Prompts of medium length pass longs, and
+enter after shorts, unless slots or KV blocks are scarce (`long_prompts.medium_prompts`). With
+classes of service, the limits apply per class.
 Source: concurrent partial prefills of vLLM V0 (`max_num_partial_prefills`), which V1 lacks.
 Cost per step: O(running prefills).
 How it fails: the work of shorts that pass delays longs by as much, so under a steady load of shorts
@@ -20,11 +21,11 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field, field_validator
 
-from vllm_sched.errors import UsageError
 from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
 from vllm_sched.policies.long_prompts.chunk_size import ChunkSize, LongChunk
 from vllm_sched.policies.long_prompts.division import StepDivision, StepPrompts
-from vllm_sched.policies.long_prompts.lookups import LongPromptLookups
+from vllm_sched.policies.long_prompts.lookups import LONG, MEDIUM, SHORT, LengthLookups
+from vllm_sched.policies.long_prompts.medium_prompts import MediumPrompts
 from vllm_sched.policies.types import (
     NO_REQUESTS,
     EngineFacts,
@@ -38,8 +39,6 @@ from vllm_sched.policies.types import (
     one_class,
 )
 
-SHORT, LONG = "short", "long"
-THRESHOLD_SHARE: Final = 0.04  # of max_model_len
 MIN_OVERDUE_PLACES: Final = 4
 # Without decodes and shorts for this time, a long prompt has whole steps.
 QUIET_S: Final = 1.0
@@ -47,8 +46,8 @@ QUIET_S: Final = 1.0
 
 class LongPromptSettings(Settings):
     long_prefill_token_threshold: int = Field(0, ge=0)
-    """tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len, at least
-    max_num_batched_tokens; lower it if prompts of fewer tokens delay chats"""
+    """tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len, at most 8192
+    and at least max_num_batched_tokens; lower it if shorter prompts make streams stutter"""
     max_long_partial_prefills: int = Field(1, ge=1)
     """long prompts in prefill at once; raise it if longs should progress together rather than one
     after the other"""
@@ -87,21 +86,13 @@ class LongPrompt(Policy):
 
     def __init__(self, facts: EngineFacts, settings: LongPromptSettings) -> None:
         super().__init__(facts, settings)
-        threshold = settings.long_prefill_token_threshold
-        if threshold > facts.max_model_len:
-            raise UsageError(
-                f"long_prompt.long_prefill_token_threshold={threshold} exceeds max_model_len="
-                f"{facts.max_model_len}, so no prompt would be long; "
-                f"give 0 to {facts.max_model_len}"
-            )
         budget = facts.max_num_batched_tokens
         self._places = settings.max_long_partial_prefills
         places = settings.max_num_partial_prefills or MIN_OVERDUE_PLACES
         self._places_overdue = max(places, self._places + 1)
-        # V0's threshold, but at least a step's budget: a prompt that fits a step is not long.
-        default = max(int(facts.max_model_len * THRESHOLD_SHARE), budget)
-        self._lookups = LongPromptLookups(threshold or default)
+        self._lookups = LengthLookups(facts, settings.long_prefill_token_threshold)
         self.chunk_size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
+        self._mediums = MediumPrompts(self._lookups)
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_seen_at = -math.inf
         self._releases = 0
@@ -124,6 +115,7 @@ class LongPrompt(Policy):
         return FluidEffects(
             longs=LongPromptLimits(
                 above_tokens=self._lookups.threshold,
+                max_short=self._lookups.max_short,
                 places=self._places,
                 places_overdue=self._places_overdue,
                 share=None if share == "auto" else share,
@@ -134,32 +126,35 @@ class LongPrompt(Policy):
         )
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Return the lane of short prompts, or of longs of one size; cached tokens do not count."""
-        left = self._lookups.long_tokens_left(request, cached, self._step.now)
-        if left is None:
-            return SHORT
-        return LONG if self.facts.orders_by_priority else f"{LONG}/{left.bit_length()}"
+        return self._lookups.lane(request, cached, self._step.now)
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Return when the prompt would end had it begun on arrival; overdue ones come first."""
+        """Place mediums after shorts, and longs by their end had each begun on arrival."""
         if self.facts.orders_by_priority:
             return 0.0
-        _, _, bits = lane.partition("/")
-        if not bits or waited >= self.settings.max_wait_s:
+        if lane == SHORT:
             return -waited
-        return self.chunk_size.token_s * (1 << int(bits)) - waited
+        kind, _, bits = lane.partition("/")
+        overdue = waited >= self.settings.max_wait_s
+        if kind == MEDIUM:
+            later = self._mediums.urgency_after_shorts(head, int(bits), overdue=overdue)
+            if later is not None:
+                return later
+        return -waited if overdue else self.chunk_size.token_s * (1 << int(bits)) - waited
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         self._step = step
         self._longs.intersection_update([request.request_id for request in step.prefills])
-        waiting_shorts = lanes.get(SHORT, NO_REQUESTS)
+        self._mediums.begin_step(step)
         self._prompts = prompts = StepPrompts(
             longs=[r for r in step.prefills if r.request_id in self._longs],
             shorts=self._shorts_of(step),
-            waiting_shorts=waiting_shorts,
-            long_lanes=[lanes[name] for name in lanes if name != SHORT],
+            waiting_shorts=lanes.get(SHORT, NO_REQUESTS),
+            medium_lanes=[lanes[name] for name in lanes if name.startswith(MEDIUM)],
+            long_lanes=[lanes[name] for name in lanes if name.startswith(LONG)],
         )
-        if prompts.shorts or (waiting_shorts.num_admissible and step.free_slots > 0):
+        waiting = prompts.waiting_shorts.num_admissible + prompts.waiting_mediums.num_admissible
+        if prompts.shorts or (waiting and step.free_slots > 0):
             self._short_seen_at = step.now
         self._chunk = self._chunk_for(prompts.longs)
         chunk_tokens = step.budget if self._chunk is None else self._chunk.tokens
@@ -204,7 +199,7 @@ class LongPrompt(Policy):
         self._counts_are_current = True
         step = self._step
         step.recount_held()
-        self._prompts.count_waiting_longs()
+        self._prompts.count_waiting()
         self._prompts.kv_blocked = step.kv_blocked is not None and step.newcomer() is None
         self._divide_step(self._count_passing())
 
@@ -217,7 +212,7 @@ class LongPrompt(Policy):
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
-        if lane == SHORT:
+        if not lane.startswith(LONG):
             return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
@@ -238,17 +233,20 @@ class LongPrompt(Policy):
         return [r for r in loading if self._lookups.is_long(r, r.num_computed_tokens)]
 
     def keeps_lane(self, lane: str, head: RequestView) -> bool:
-        """Return False if a short prompt has become long, because cached blocks were evicted."""
+        """Return False if a short prompt has become longer, because cached blocks were evicted."""
         return lane != SHORT or self._lookups.is_still_short(head)
 
     def admitted(self, request: RequestView) -> None:
         request_id = request.request_id
         had_lane = self._lookups.was_long(request_id)
+        was_medium = self._lookups.was_medium(request_id)
         self._lookups.forget(request_id)
-        if request_id in self._longs or self._lookups.is_long(request, request.num_computed_tokens):
+        is_long = self._lookups.is_long(request, request.num_computed_tokens)
+        if is_long or request_id in self._longs:
             self._longs.add(request_id)
             self._releases += had_lane and self._count_places_taken(request) >= self._places
             self._prompts.long_classes.append(self._step.class_of(request))
+        self._mediums.admitted(request, is_medium=was_medium and request_id not in self._longs)
 
     def departed(self, request: RequestView, now: float) -> None:
         self._lookups.forget(request.request_id)
@@ -260,7 +258,9 @@ class LongPrompt(Policy):
         if self._step.budget < division.budget:
             division.reserve()
         request_id = request.request_id
-        if self._lookups.was_long(request_id) and self._lookups.is_long(request, computed):
+        lookups = self._lookups
+        was_longer = lookups.was_long(request_id) or lookups.was_medium(request_id)
+        if was_longer and lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
             self._longs.add(request_id)
         return division.grant(request, computed, tokens, as_long=request_id in self._longs)

@@ -69,6 +69,16 @@ class LaneCount:
     num_held: int = 0  # requests that other policies held in the previous step
     num_barred: int = 0  # other requests that lack a LoRA slot or a compiled grammar
 
+    @classmethod
+    def sum_of(cls, lanes: Sequence[LaneCount]) -> LaneCount:
+        return cls(
+            sum(count.requests for count in lanes),
+            sum(count.tokens for count in lanes),
+            max((count.waited for count in lanes), default=0.0),
+            sum(count.num_held for count in lanes),
+            sum(count.num_barred for count in lanes),
+        )
+
     @property
     def num_startable(self) -> int:
         """Return the requests that the engine could start, including held ones."""

@@ -227,3 +227,17 @@ def test_random_arrivals_and_aborts_leave_no_state(build: Make, seed: int) -> No
     assert gauges == gauges._replace(
         running=0, waiting=0, kv_usage=0.0, backlog_tokens=0, backlog_long_tokens=0
     )
+
+
+@pytest.mark.parametrize(("slots", "at", "first"), [(2, 0.2, "medium"), (16, 0.12, "short")])
+def test_medium_keeps_its_turn_if_slots_are_scarce(
+    make: Make, slots: int, at: float, first: str
+) -> None:
+    policies = {"long_prompt": {}}
+    engine = make(max_num_seqs=slots, max_model_len=16_384, policies=policies)
+    busy = [(0.0, job("a", 20, 40)), (0.0, job("b", 20, 90))]
+    # The first medium fills two steps.
+    arrivals = [(0.1, job("earlier", 650, 2))] * (slots > 2)
+    arrivals += [(0.1, job("medium", 600, 9)), (at, job("short", 50, 9))]
+    begun = firsts(run(engine, busy + arrivals))
+    assert min(("medium", "short"), key=begun.__getitem__) == first

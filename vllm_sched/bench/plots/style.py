@@ -25,7 +25,7 @@ MAX_LABELLED_RATIO: Final = 3000  # an axis with a larger range shows only power
 MUTED: Final = "#666666"
 COLOURS: Final = ("#0072b2", "#b24a00", "#007a5a", "#a0527f", "#1a1a1a", "#8a7000", "#3d9bd0")
 DASHES: Final = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5)))
-MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<")
 SETTINGS: Final = {
     "svg.fonttype": "none",
     "svg.hashsalt": "vllm-sched",  # makes files reproducible

@@ -25,14 +25,16 @@ class StepPrompts:
     ending: set[str] = field(default_factory=set)  # longs that the step may complete
     long_classes: list[float] = field(default_factory=list)  # of other longs, including newcomers
     waiting_shorts: LaneCount = field(default_factory=LaneCount)
+    medium_lanes: Sequence[LaneCount] = ()
     long_lanes: Sequence[LaneCount] = ()
-    waiting_longs: LaneCount = field(init=False)  # of all these lanes
+    waiting_mediums: LaneCount = field(init=False)  # of all their lanes
+    waiting_longs: LaneCount = field(init=False)
     free_places: int = 0  # for waiting longs
     num_entering: int = 0  # waiting longs that may enter
     kv_blocked: bool = False  # no request enters, because the next one lacks KV blocks
 
     def __post_init__(self) -> None:
-        self.count_waiting_longs()
+        self.count_waiting()
 
     def find_ending(self, tokens: int, class_of: Callable[[RequestView], float]) -> None:
         """Let longs that a chunk of `tokens` completes leave their places to the next ones."""
@@ -41,16 +43,10 @@ class StepPrompts:
         }
         self.long_classes = [class_of(r) for r in self.longs if r.request_id not in self.ending]
 
-    def count_waiting_longs(self) -> None:
-        """Add up the lanes of longs; their counts change when gates are asked."""
-        lanes = self.long_lanes
-        self.waiting_longs = LaneCount(
-            sum(count.requests for count in lanes),
-            sum(count.tokens for count in lanes),
-            max((count.waited for count in lanes), default=0.0),
-            sum(count.num_held for count in lanes),
-            sum(count.num_barred for count in lanes),
-        )
+    def count_waiting(self) -> None:
+        """Add up the lanes; their counts change when gates are asked."""
+        self.waiting_mediums = LaneCount.sum_of(self.medium_lanes)
+        self.waiting_longs = LaneCount.sum_of(self.long_lanes)
 
 
 class StepDivision:
@@ -65,13 +61,17 @@ class StepDivision:
         # Shorts of a lower class come after the longs, those of a higher class before them.
         higher_class = [r for r in prompts.shorts if best is not None and step.class_of(r) < best]
         same_class = [r for r in prompts.shorts if best is None or step.class_of(r) == best]
-        waiting = prompts.waiting_shorts
-        entering = 0 if prompts.kv_blocked else min(waiting.num_admissible, max(step.free_slots, 0))
-        self._num_shorts = len(higher_class) + len(same_class) + entering
-        # Tokens of waiting requests include cached ones.
-        expected = waiting.tokens * entering // max(waiting.requests, 1)
-        self._tokens_of_same_class = _tokens_left(same_class) + min(expected, entering * threshold)
+        self._num_shorts = len(higher_class) + len(same_class)
+        self._tokens_of_same_class = _tokens_left(same_class)
         self._tokens_of_higher_class = _tokens_left(higher_class)
+        slots = 0 if prompts.kv_blocked else max(step.free_slots, 0)
+        entering = min(prompts.waiting_shorts.num_admissible, slots)
+        self._expect(prompts.waiting_shorts, entering, threshold)
+        mediums = prompts.waiting_mediums
+        used = step.decode_tokens + self._tokens_of_same_class + self._tokens_of_higher_class
+        room = max(step.budget - used, 0)
+        fitting = -(-room * mediums.requests // max(mediums.tokens, 1))
+        self._expect(mediums, min(mediums.num_admissible, fitting, slots - entering), threshold)
         # Longs without their chunk.
         self._num_longs_due = len(prompts.long_classes) + prompts.num_entering
         self._parts = max(min(self._num_shorts + self._num_longs_due, MAX_PARTS), 1)
@@ -81,16 +81,23 @@ class StepDivision:
         self._tokens_of_shorts: dict[float, int] = {}  # granted, by class
         self.reserve()
 
+    def _expect(self, waiting: LaneCount, entering: int, threshold: int) -> None:
+        self._num_shorts += entering
+        # Tokens of waiting requests include cached ones.
+        expected = waiting.tokens * entering // max(waiting.requests, 1)
+        self._tokens_of_same_class += min(expected, entering * threshold)
+
     def reserve(self) -> None:
         """Divide the step's budget, which a later policy may have reduced."""
         step, prompts, chunk = self._step, self._prompts, self._chunk
         self.budget = step.budget
         room = max(step.budget - step.decode_tokens, 0)
         # With one token left, the engine tries a barred request again.
-        barred = prompts.waiting_shorts.num_barred > 0 and step.free_slots > 0
+        barred = prompts.waiting_shorts.num_barred or prompts.waiting_mediums.num_barred
+        for_barred = int(barred > 0 and step.free_slots > 0)
         for_higher_class = min(self._tokens_of_higher_class, room)
         max_for_shorts = room - int((room - for_higher_class) * MIN_SHARE_OF_LONGS)
-        for_same_class = max(self._tokens_of_same_class, int(barred))
+        for_same_class = max(self._tokens_of_same_class, for_barred)
         for_shorts = min(for_higher_class + for_same_class, max_for_shorts)
         for_longs = room - for_shorts
         if chunk is not None:

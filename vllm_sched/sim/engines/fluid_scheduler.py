@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -17,7 +16,8 @@ from vllm_sched.policies.fluid_effects import (
 )
 from vllm_sched.sim.engines.deferral import Deferral
 from vllm_sched.sim.engines.kv_blocks import KvBlocks, Task
-from vllm_sched.sim.types import Leg, WorkerModel
+from vllm_sched.sim.engines.waiting_tasks import WaitingTasks
+from vllm_sched.sim.types import WorkerModel
 
 FOREVER: Final = 1 << 40  # steps, until the next arrival or departure
 QUIET_CHECK_STEPS: Final = 16  # steps between checks for a quiet period
@@ -28,7 +28,6 @@ USUAL_DECODES, USUAL_CHUNK = 16, 2048  # of the steps that policies learn from
 
 Tasks = list["Task"]
 Chunks = list[tuple["Task", int]]  # each prompt's tokens in a step
-DECODE = Leg.DECODE
 
 
 class PlannedRun(NamedTuple):
@@ -125,9 +124,7 @@ class FluidScheduler:
         self.context = 0  # tokens of all decodes
         self.backlog = self.backlog_long = 0
         self.waiting = 0
-        self._with_kv: deque[Task] = deque()  # not subject to policies
-        self._shorts: deque[Task] = deque()  # or all, without long-prompt policy
-        self._longs: deque[Task] = deque()
+        self._queues = WaitingTasks(effects.longs, self._learned.prefill_s)
         self._prefills: list[Task] = []
         hold = effects.hold or NO_HOLD
         self._deferral = Deferral(model, hold, decodes_pause=effects.longest_pause_s > 0)
@@ -138,6 +135,7 @@ class FluidScheduler:
 
         # Of the current step.
         self._refused = False  # a request found no KV room
+        self._was_full = False  # the last step left no slot, or refused a request
         self._budget_is_taken = False  # by one prompt
         self._time_left: PrefillTime | None = None  # None = no limit
         self._steps_to_entry = FOREVER  # until a waiting request may enter
@@ -147,28 +145,16 @@ class FluidScheduler:
         return self.decoding + len(self._prefills)
 
     def next_ready(self, step: int) -> int | None:
-        queues = (self._with_kv, self._shorts, self._longs)
-        heads = (queue[0].ready for queue in queues if queue)
-        return min((ready for ready in heads if ready > step), default=None)
+        return self._queues.next_ready(step)
 
     def push(self, task: Task) -> None:
         self.waiting += 1
         self.backlog += task.left
-        longs = self.effects.longs
-        task.long = longs is not None and task.left > longs.above_tokens
+        self._queues.push(task)
         if task.long:
             self.backlog_long += task.left
-        elif longs:
-            self._last_short = task.since
-        task.has_kv = task.job.leg is DECODE
-        if task.long and not task.has_kv:
-            # The policy admits first what would end first, had each begun on arrival.
-            insort(self._longs, task, key=self._end_from_arrival)
         else:
-            (self._with_kv if task.has_kv else self._shorts).append(task)
-
-    def _end_from_arrival(self, task: Task) -> float:
-        return task.since + self._learned.prefill_s * task.left
+            self._last_short = task.since
 
     def drop(self, task: Task) -> None:
         self._count_computed(task, task.left)
@@ -215,7 +201,7 @@ class FluidScheduler:
             return False
         if task.has_kv:
             return not self._budget_is_taken
-        queue = self._longs if task.long else self._shorts
+        queue = self._queues.queue_of(task)
         if len(queue) > 1 or not self.kv.fits(task):
             return False
         if longs := self.effects.longs:
@@ -237,6 +223,7 @@ class FluidScheduler:
                 chunks, count = self._schedule_by_length(longs, budget, now, step)
             else:
                 chunks, count = self._schedule_in_order(budget, now, step)
+        self._was_full = self._refused or self.running >= self.model.max_num_seqs
         if self._batch is not None and self.decoding and not chunks:
             self._batch.forms = False
         pausing = pausing and bool(chunks)
@@ -313,13 +300,15 @@ class FluidScheduler:
         return tokens
 
     def _admit_next(self, now: float, step: int) -> Task | None:
-        if self._with_kv and (task := self._admit(self._with_kv, step)) is not None:
+        if self._queues.with_kv and (task := self._admit(self._queues.with_kv, step)) is not None:
             return task
-        if not self._shorts or self._deferral.holding:
+        queues, scarce = self._queues, self._was_full
+        queue = queues.before_shorts(self._prefills, now, scarce=scarce) or queues.shorts
+        if not queue or self._deferral.holding:
             return None
-        if self._batch is not None and not self._batch.is_open(self._shorts[0], now):
+        if self._batch is not None and not self._batch.is_open(queue[0], now):
             return None
-        return self._admit(self._shorts, step)
+        return self._admit(queue, step)
 
     def _admit(self, queue: deque[Task], step: int) -> Task | None:
         while queue and queue[0].gone:
@@ -391,8 +380,13 @@ class FluidScheduler:
     def _admit_by_length(self, limits: LongPromptLimits, now: float, step: int) -> None:
         while self._admit_next(now, step) is not None:
             pass
-        while self._longs and self._long_may_enter(limits, now) and not self._deferral.holding:
-            if self._admit(self._longs, step) is None:
+        queues, deferral = self._queues, self._deferral
+        budget = self.model.max_num_batched_tokens - self.decoding
+        while (queue := queues.next_medium(self._prefills, budget, now)) and not deferral.holding:
+            if self._admit(queue, step) is None:
+                break
+        while queues.longs and self._long_may_enter(limits, now) and not deferral.holding:
+            if self._admit(queues.longs, step) is None:
                 break
 
     def _long_chunk(self, limits: LongPromptLimits, left: int, for_shorts: int, done: int) -> int:
@@ -407,6 +401,6 @@ class FluidScheduler:
         return max(max_tokens - for_shorts, max_tokens // 2)
 
     def _long_may_enter(self, limits: LongPromptLimits, now: float) -> bool:
-        overdue = now - self._longs[0].since >= limits.max_wait_s
+        overdue = now - self._queues.longs[0].since >= limits.max_wait_s
         places = limits.places_overdue if overdue else limits.places
         return self._count_long_prefills() < places

@@ -15,7 +15,7 @@ class Task:
 
     __slots__ = (
         "cached", "decodes_from", "ends_at", "fetching", "gone", "has_kv", "job", "left", "long",
-        "need", "number", "own", "pieces", "ready", "since",
+        "medium", "need", "number", "own", "pieces", "ready", "since",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, now: float, need: int) -> None:
@@ -29,7 +29,8 @@ class Task:
         self.cached = 0
         self.ready = 0  # first possible step
         self.decodes_from = self.ends_at = 0  # in decode steps of the worker; 0 = not decoding
-        self.gone = self.has_kv = self.fetching = self.long = False
+        self.gone = self.has_kv = self.fetching = False
+        self.long = self.medium = False
 
     @property
     def done(self) -> int:
