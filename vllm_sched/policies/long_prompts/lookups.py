@@ -1,8 +1,7 @@
 """Which waiting prompts are short, medium or long, given what is cached of them.
 
-A look-up of the cached prefix takes time for each cached block, and the cache may grow in every
-step. The delay before the next look-up limits the cost per waiting prompt to 1 % of the engine's
-time.
+A look-up takes time for each cached block. The delay before the next one limits the cost per
+waiting prompt to 1 % of the engine's time.
 """
 
 from __future__ import annotations
