@@ -110,7 +110,7 @@ def test_long_keeps_its_chunk_if_a_medium_lacks_kv_blocks() -> None:
     bench = loaded(num_blocks=945)
     bench["long_prompt"].chunk_size = PinnedChunk(512)
     bench.play(add("d", 6_000, output=900), 1, add("long", 9_000), 9, add("medium", 5_000), 1)
-    bench.play(add("short", 10), {"d": 1, "long": 512}, {"d": 1, "long": 512})
+    bench.play(add("short", 10), 1, *[{"d": 1, "short": 1, "long": 512}] * 3)
 
 
 def test_shorts_that_enter_cost_no_look_ups_of_mediums(monkeypatch: pytest.MonkeyPatch) -> None:

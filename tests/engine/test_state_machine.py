@@ -383,9 +383,13 @@ class Machine(RuleBasedStateMachine):
         return [r for r in self.scheduler.waiting if r.request_id not in self.turned_away]
 
     def _has_room(self, waiting: list[Any]) -> bool:
-        """Return whether there is a free slot, and KV blocks for each of these requests."""
+        """Return whether there is a free slot, and KV blocks for each of these requests.
+
+        Prompts in prefill need the rest of their blocks.
+        """
         scheduler = self.scheduler
         room = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * 16 - 32
+        room -= sum(r.num_tokens - r.num_computed_tokens + 16 for r in scheduler.running)
         is_full = len(scheduler.running) >= scheduler.max_num_active_reqs
         return not is_full and all(r.num_tokens <= room for r in waiting)
 

@@ -79,7 +79,7 @@ def test_gauges_count_waiting_running_and_held_requests(registry: CollectorRegis
     short, long = ("long_prompt", "short"), ("long_prompt", "long")
     assert values(registry, "requests_waiting") == {short: 0, long: 2}
     assert values(registry, "requests_running") == {short: 1, long: 1}
-    none = {("long_prompt", "shorts_first"): 0}
+    none = {("long_prompt", reason): 0 for reason in ("shorts_first", "kv_of_longs")}
     assert values(registry, "requests_held") == {("long_prompt", "long_limit"): 2} | none
     assert values(registry, "prefill_backlog_tokens") == {("short",): 0, ("long",): 1200 - 32}
     assert values(registry, "prefills_running") == {("short",): 0, ("long",): 1}
@@ -102,6 +102,7 @@ def test_request_is_held_by_one_policy(registry: CollectorRegistry) -> None:
     # The reasons exist from the first step.
     reasons = {
         ("long_prompt", "long_limit"): 0, ("long_prompt", "shorts_first"): 0,
+        ("long_prompt", "kv_of_longs"): 0,
         ("lanes", "others_wait"): 0, ("lanes", "others_prefill"): 0, ("lanes", "reserve"): 0,
         ("rotation", "kv_of_prefills"): 0,
     }  # fmt: skip

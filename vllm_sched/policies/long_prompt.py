@@ -4,9 +4,8 @@ Idea: a prompt is long while more than a threshold of its tokens is left to comp
 until it is computed. A second long prompt waits, and shorter ones pass it. Of waiting longs, the
 one enters first that would end first had each begun when it arrived. While other requests are
 present, a long prompt's chunk is the smallest without notable loss, found by comparing step times
-(`long_prompts.chunk_size`). Shorts are computed before it. Prompts of medium length pass longs, and
-enter after shorts, unless slots or KV blocks are scarce (`long_prompts.medium_prompts`). With
-classes of service, the limits apply per class.
+(`long_prompts.chunk_size`). Shorts are computed before it. Mediums pass longs and enter after
+shorts (`long_prompts.medium_prompts`). With classes of service, the limits apply per class.
 Source: concurrent partial prefills of vLLM V0 (`max_num_partial_prefills`), which V1 lacks.
 Cost per step: O(running prefills).
 How it fails: the work of shorts that pass delays longs by as much, so under a steady load of shorts
@@ -24,6 +23,7 @@ from pydantic import Field, field_validator
 from vllm_sched.policies.fluid_effects import FluidEffects, LongPromptLimits
 from vllm_sched.policies.long_prompts.chunk_size import ChunkSize, LongChunk
 from vllm_sched.policies.long_prompts.division import StepDivision, StepPrompts
+from vllm_sched.policies.long_prompts.kv_reserve import KvReserve
 from vllm_sched.policies.long_prompts.lookups import LONG, MEDIUM, SHORT, LengthLookups
 from vllm_sched.policies.long_prompts.medium_prompts import MediumPrompts
 from vllm_sched.policies.types import (
@@ -80,7 +80,7 @@ class LongPromptSettings(Settings):
 class LongPrompt(Policy):
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
-    held_reasons = ("long_limit", "shorts_first")
+    held_reasons = ("long_limit", "shorts_first", "kv_of_longs")
     settings: LongPromptSettings
     sorts_running = True
 
@@ -93,6 +93,7 @@ class LongPrompt(Policy):
         self._lookups = LengthLookups(facts, settings.long_prefill_token_threshold)
         self.chunk_size = ChunkSize(budget, facts.block_tokens, settings.itl_ms / 1000)
         self._mediums = MediumPrompts(self._lookups)
+        self._kv_reserve = KvReserve(facts)
         self._longs: set[str] = set()  # prompts in prefill that were long on admission
         self._short_seen_at = -math.inf
         self._releases = 0
@@ -106,8 +107,8 @@ class LongPrompt(Policy):
         self._counts_are_current = True
 
     def effective_settings(self) -> dict[str, object]:
-        threshold = self._lookups.threshold
-        return super().effective_settings() | {"long_prefill_token_threshold": threshold}
+        in_use = {"long_prefill_token_threshold": self._lookups.threshold}
+        return super().effective_settings() | in_use
 
     def fluid_effects(self) -> FluidEffects:
         settings = self.settings
@@ -140,6 +141,8 @@ class LongPrompt(Policy):
             later = self._mediums.urgency_after_shorts(head, int(bits), overdue=overdue)
             if later is not None:
                 return later
+        if kind == LONG and head.num_preemptions:
+            return -math.inf  # as with vLLM's scheduler
         return -waited if overdue else self.chunk_size.token_s * (1 << int(bits)) - waited
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
@@ -154,6 +157,7 @@ class LongPrompt(Policy):
             long_lanes=[lanes[name] for name in lanes if name.startswith(LONG)],
         )
         waiting = prompts.waiting_shorts.num_admissible + prompts.waiting_mediums.num_admissible
+        self._kv_reserve.begin_step(step, prompts.longs)
         if prompts.shorts or (waiting and step.free_slots > 0):
             self._short_seen_at = step.now
         self._chunk = self._chunk_for(prompts.longs)
@@ -172,8 +176,7 @@ class LongPrompt(Policy):
 
     def _free_places(self, taken: int) -> int:
         free = self._places - taken
-        if self._prompts.waiting_longs.waited >= self.settings.max_wait_s:
-            # Beyond the usual places, one overdue long after the other enters.
+        if self._prompts.waiting_longs.waited >= self.settings.max_wait_s:  # one after the other
             free = min(max(free, 0) + 1, self._places_overdue - taken)
         return max(min(free, self._step.free_slots), 0)
 
@@ -200,7 +203,8 @@ class LongPrompt(Policy):
         step = self._step
         step.recount_held()
         self._prompts.count_waiting()
-        self._prompts.kv_blocked = step.kv_blocked is not None and step.newcomer() is None
+        lacks_kv = step.kv_blocked is not None or self._kv_reserve.held_before
+        self._prompts.kv_blocked = lacks_kv and step.newcomer() is None
         self._divide_step(self._count_passing())
 
     def _count_passing(self) -> int:
@@ -211,10 +215,11 @@ class LongPrompt(Policy):
         return int(head is not None and self._lookups.was_long(head.request_id))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Hold a long prompt while the places are taken, at most for `max_wait_s`."""
-        if not lane.startswith(LONG):
-            return Gate.OPEN
-        overdue = waited >= self.settings.max_wait_s
+        """Hold a long prompt while the places are taken, and others if longs need the KV blocks."""
+        has_room = self._kv_reserve.has_room(head)
+        if not (has_room and lane.startswith(LONG)):
+            return Gate.OPEN if has_room else Gate.CLOSED
+        overdue = waited >= self.settings.max_wait_s or head.num_preemptions > 0
         places = self._places_overdue if overdue else self._places
         taken = self._count_places_taken(head)
         if taken >= places or self._division.long_left <= 0:
@@ -246,6 +251,7 @@ class LongPrompt(Policy):
             self._longs.add(request_id)
             self._releases += had_lane and self._count_places_taken(request) >= self._places
             self._prompts.long_classes.append(self._step.class_of(request))
+        self._kv_reserve.admitted(request, is_long=request_id in self._longs)
         self._mediums.admitted(request, is_medium=was_medium and request_id not in self._longs)
 
     def departed(self, request: RequestView, now: float) -> None:
@@ -258,9 +264,8 @@ class LongPrompt(Policy):
         if self._step.budget < division.budget:
             division.reserve()
         request_id = request.request_id
-        lookups = self._lookups
-        was_longer = lookups.was_long(request_id) or lookups.was_medium(request_id)
-        if was_longer and lookups.is_long(request, computed):
+        was_longer = self._lookups.was_long(request_id) or self._lookups.was_medium(request_id)
+        if was_longer and self._lookups.is_long(request, computed):
             # When it is noted as admitted, its first chunk may already count as computed.
             self._longs.add(request_id)
         return division.grant(request, computed, tokens, as_long=request_id in self._longs)
@@ -282,12 +287,14 @@ class LongPrompt(Policy):
 
     def gauges(self) -> Mapping[str, float]:
         tokens = self.chunk_size.tokens if self._chunk is None else self._chunk.tokens
-        longs = len(self._prompts.long_classes)
-        return {"long_prefills": float(longs), "long_chunk_tokens": float(tokens)}
+        longs = self._prompts.long_classes
+        return {"long_prefills": float(len(longs)), "long_chunk_tokens": float(tokens)}
 
     def counters(self) -> Mapping[str, float]:
         return {"starvation_releases": float(self._releases)}
 
     def held_reason(self, lane: str) -> str:
-        """Return whether the places are taken, or the step serves shorts."""
+        """Return whether the places or KV blocks are taken, or the step serves shorts."""
+        if not lane.startswith(LONG):
+            return "kv_of_longs"
         return "long_limit" if len(self._prompts.long_classes) >= self._places else "shorts_first"
