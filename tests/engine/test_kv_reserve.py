@@ -55,3 +55,16 @@ def test_held_shorts_leave_the_step_to_the_long() -> None:
     bench.play(2, *(add(f"short{number}", 1_500) for number in range(2)), 2)
     assert bench.step()["long"] == 400
     assert bench["long_prompt"].held_reason("short") == "kv_of_longs"
+
+
+def test_cached_tokens_of_a_turn_need_no_room() -> None:
+    bench = Bench({"long_prompt": {}}, prefix_caching=True, **ENGINE)
+    bench["long_prompt"].chunk_size = PinnedChunk(128)
+    prefix = list(range(1, 2_001))
+    bench.add("turn0", prefix, output=900)
+    bench.play(5, add("long", 4_000), 2)
+    bench.add("turn1", [*prefix, *range(3_000, 3_100)])
+    bench.add("fresh", 1_000)
+    bench.step()
+    assert "turn1" in bench.running
+    assert "fresh" not in bench.running

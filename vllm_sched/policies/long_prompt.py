@@ -216,7 +216,7 @@ class LongPrompt(Policy):
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while the places are taken, and others if longs need the KV blocks."""
-        has_room = self._kv_reserve.has_room(head)
+        has_room = self._kv_reserve.has_room(head, self._lookups.tokens_left(head))
         if not (has_room and lane.startswith(LONG)):
             return Gate.OPEN if has_room else Gate.CLOSED
         overdue = waited >= self.settings.max_wait_s or head.num_preemptions > 0

@@ -61,6 +61,10 @@ class LengthLookups:
         kind = LONG if left > self.threshold else MEDIUM
         return kind if self._by_priority else f"{kind}/{left.bit_length()}"
 
+    def tokens_left(self, request: RequestView) -> int:
+        lookup = self._by_request.get(request.request_id)
+        return request.num_tokens if lookup is None else lookup.tokens_left
+
     def is_still_short(self, head: RequestView) -> bool:
         """Look a short prompt up again before it enters, since blocks may have been evicted."""
         lookup = self._by_request.get(head.request_id)
