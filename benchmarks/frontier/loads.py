@@ -62,26 +62,24 @@ def occasional(model: WorkerModel, rng: random.Random) -> Arrivals:
 
 def bursts(model: WorkerModel, rng: random.Random) -> Arrivals:
     """Yield chats, and bursts of eight long prompts: four tenths of the engine's time."""
-    now = 0.0
-    for burst in range(3):
-        lengths = [rng.randint(12_000, 36_000) for _ in range(8)]
-        alone_s = sum(prefill_s(model, tokens) for tokens in lengths)
-        at = now + rng.uniform(0, 0.5 * alone_s)
-        for number, tokens in enumerate(lengths):
-            yield at, _job(f"{LONG}{burst}-{number}", tokens, LONG_OUTPUT_TOKENS, LONG, rng)
-        now += 2.5 * alone_s
-    yield from chats(model, rng, now)
+    return _bursts(model, rng, bursts=3, prompts=8, tokens=(12_000, 36_000))
 
 
 def documents(model: WorkerModel, rng: random.Random) -> Arrivals:
     """Yield chats, and bursts of 16 documents of one to a few steps each."""
+    return _bursts(model, rng, bursts=4, prompts=16, tokens=(2_000, 8_000))
+
+
+def _bursts(
+    model: WorkerModel, rng: random.Random, *, bursts: int, prompts: int, tokens: tuple[int, int]
+) -> Arrivals:
     now = 0.0
-    for burst in range(4):
-        lengths = [rng.randint(2_000, 8_000) for _ in range(16)]
-        alone_s = sum(prefill_s(model, tokens) for tokens in lengths)
+    for burst in range(bursts):
+        lengths = [rng.randint(*tokens) for _ in range(prompts)]
+        alone_s = sum(prefill_s(model, length) for length in lengths)
         at = now + rng.uniform(0, 0.5 * alone_s)
-        for number, tokens in enumerate(lengths):
-            yield at, _job(f"{LONG}{burst}-{number}", tokens, LONG_OUTPUT_TOKENS, LONG, rng)
+        for number, length in enumerate(lengths):
+            yield at, _job(f"{LONG}{burst}-{number}", length, LONG_OUTPUT_TOKENS, LONG, rng)
         now += 2.5 * alone_s
     yield from chats(model, rng, now)
 
