@@ -53,8 +53,7 @@ class WaitingTasks:
         in_prefill = sum(task.left for task in prefills if task.medium)
         if self._limits is None or not queues or in_prefill >= max(budget, 1):
             return None
-        oldest = min(queues, key=lambda queue: queue[0].since)
-        return oldest if now - oldest[0].since >= self._limits.max_wait_s else queues[0]
+        return _overdue(queues, now, self._limits.max_wait_s) or queues[0]
 
     def before_shorts(
         self, prefills: Sequence[Task], now: float, *, scarce: bool
@@ -65,9 +64,9 @@ class WaitingTasks:
         if scarce:
             first = min(queues, key=lambda queue: self._end_from_arrival(queue[0]))
             return first if self._end_from_arrival(first[0]) < self.shorts[0].since else None
-        oldest = min(queues, key=lambda queue: queue[0].since)
-        overdue = now - oldest[0].since >= self._limits.max_wait_s
-        return oldest if overdue and not any(task.medium for task in prefills) else None
+        if any(task.medium for task in prefills):
+            return None
+        return _overdue(queues, now, self._limits.max_wait_s)
 
     def _medium_queues(self) -> list[deque[Task]]:
         for queue in self._mediums.values():
@@ -77,3 +76,8 @@ class WaitingTasks:
 
     def _end_from_arrival(self, task: Task) -> float:
         return task.since + self._prefill_s * task.left
+
+
+def _overdue(queues: Sequence[deque[Task]], now: float, max_wait_s: float) -> deque[Task] | None:
+    oldest = min(queues, key=lambda queue: queue[0].since)
+    return oldest if now - oldest[0].since >= max_wait_s else None
